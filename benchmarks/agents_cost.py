@@ -1,16 +1,15 @@
-"""What conversations cost beside what they wait for, and what a run without any pays for them.
+"""Overhead of conversations beyond waiting for engines and tools, and their cost for runs that have none.
 
     python benchmarks/agents_cost.py [--repeats N] [--json FILE]
     python benchmarks/agents_cost.py --tree DIRECTORY     # another checkout of mrl, in turns with this one
 
-500 conversations of one to eight turns, and 64, of which none waits for an engine: with real environments in two
-processes, a real chat template and a tool that takes 0.2 s. The engine is scripted and keeps time: it writes 64 turns
-at once, each in 0.3 s. `least_s` is how long the same turns and answers take where nothing else takes any time,
-computed event by event; `ratio` is the loop's seconds over it. Engines in processes of their own, and their scheduler,
-are not in it.
+The loop runs 500 conversations of one to eight turns, and 64, so that none waits for an engine: with real environments
+in two processes, a real chat template, and a tool that takes 0.2 s. The engine is scripted: it writes 64 turns at a
+time, each in 0.3 s. `least_s` is the time for the same turns and answers if nothing else takes any time, computed event
+by event; `ratio` is the loop's time divided by it. Separate engine processes and their scheduler are not included.
 
-With `--tree`, both checkouts train the demo's model for some steps of single turns, by their own `mrl train`: seconds
-of a step and of its rollout, the medians of all runs, without the first two steps of each.
+With `--tree`, both checkouts train the demo's model for some steps of single turns, with their own `mrl train`. The
+results are the medians over all runs of the seconds of a step and of its rollout, without each run's first two steps.
 """
 
 from __future__ import annotations
@@ -59,19 +58,22 @@ training: {{steps: {steps}, save_every: 0}}
 
 
 def num_turns(row: int) -> int:
-    """Of a conversation, its answer included."""
+    """Return the number of turns in a conversation, including its answer."""
     return 1 + row % MAX_TURNS
 
 
 class TimedStage(Stage):
-    """An engine that writes so many turns at once, each in the same time."""
+    """An engine that writes a fixed number of turns at a time, each in the same time."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, lambda context: "", max_turns=MAX_TURNS, options={"delay_s": TOOL_S})
         self._call, self._answer = self.ids(call("a")), self.ids("ocean<|im_end|>")
 
     def _generate(self) -> Iterator[Generated]:
-        """Yield turns as they are written; an engine's next one begins when it is free, whatever the driver does."""
+        """Yield turns as they are written.
+
+        The engine starts its next turn when it is free, independent of the driver.
+        """
         writing: list[tuple[float, int, GenerationRequest]] = []
         free, num_asked = [0.0] * AT_ONCE, 0
         while True:
@@ -98,21 +100,24 @@ class TimedStage(Stage):
 
 
 def least_seconds(conversations: int) -> float:
-    """Of so many conversations, where only turns and answers take time; whoever waits longest is written first."""
+    """Return the shortest time for this many conversations, if only turns and tools take time.
+
+    The longest wait goes first.
+    """
     ready = [(0.0, row, 0) for row in range(conversations)]
-    free, now = [0.0] * AT_ONCE, 0.0
+    free, end = [0.0] * AT_ONCE, 0.0
     while ready:
         at, row, turn = heapq.heappop(ready)
         written = max(at, heapq.heappop(free)) + TURN_S
         heapq.heappush(free, written)
-        now = max(now, written + TOOL_S)  # its last turn is answered as well
+        end = max(end, written + TOOL_S)  # the last turn also gets an answer
         if turn + 1 < num_turns(row):
             heapq.heappush(ready, (written + TOOL_S, row, turn + 1))
-    return now
+    return end
 
 
 def measure_loop(bench: Benchmark, conversations: int, repeats: int) -> None:
-    """One row, of the median of some rollouts on the same processes."""
+    """Add one row: the median of several rollouts on the same processes."""
     with tempfile.TemporaryDirectory() as directory:
         stage = TimedStage(Path(directory))
         facts = {"facts": {"a": "The ocean is wide. " * 10}}
@@ -126,7 +131,7 @@ def measure_loop(bench: Benchmark, conversations: int, repeats: int) -> None:
             turns = sum(len(dialog.ended_conversation.turns) for dialog in dialogs)
             if turns != sum(map(num_turns, range(conversations))) or {dialog.score for dialog in dialogs} != {1.0}:
                 raise SystemExit(
-                    f"{turns} turns, scores { ({dialog.score for dialog in dialogs}) }: not what was asked"
+                    f"{turns} turns, scores { ({dialog.score for dialog in dialogs}) }: not the expected result"
                 )
         stage.stack.close()
     timing, least_s = Timing(tuple(seconds[1:])), least_seconds(conversations)
@@ -140,20 +145,20 @@ def measure_loop(bench: Benchmark, conversations: int, repeats: int) -> None:
 
 
 def train(tree: Path, directory: Path, name: str) -> list[dict[str, float]]:
-    """The figures of steps of single turns by the code of a checkout."""
+    """Return the metrics of single-turn steps, run with the code of a checkout."""
     config = directory / f"{name}.yaml"
     config.write_text(CONFIG.format(name=name, directory=directory, steps=STEPS))
     command = [sys.executable, "-c", MAIN, "train", str(config)]
-    ran = subprocess.run(
+    result = subprocess.run(
         command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True, timeout=LIMIT_S
     )
-    if ran.returncode:
-        raise SystemExit(f"{tree}: {ran.stdout[-2000:]}{ran.stderr[-2000:]}")
+    if result.returncode:
+        raise SystemExit(f"{tree}: {result.stdout[-2000:]}{result.stderr[-2000:]}")
     return read_metrics(directory / name / "metrics.jsonl")[SETTLING_STEPS:]
 
 
 def measure_trees(bench: Benchmark, other: Path, repeats: int) -> None:
-    """A row for each checkout, and how many times longer a step takes in this one."""
+    """Add a row for each checkout, and the ratio of their step times."""
     trees, lines = {"this": ROOT, "other": other.resolve()}, dict[str, list[dict[str, float]]](this=[], other=[])
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory) / "model", seed=1)
@@ -169,11 +174,9 @@ def measure_trees(bench: Benchmark, other: Path, repeats: int) -> None:
 
 
 def main() -> int:
-    """Measure, print, and say whether the goals are met."""
-    options: argparse.ArgumentParser = parser("What conversations cost beside what they wait for.")
-    options.add_argument(
-        "--tree", type=Path, metavar="DIRECTORY", help="another checkout, to compare single turns with"
-    )
+    """Measure, print the results, and return whether the goals are met."""
+    options: argparse.ArgumentParser = parser("Overhead of conversations beyond waiting for engines and tools.")
+    options.add_argument("--tree", type=Path, metavar="DIRECTORY", help="another checkout to compare single turns with")
     arguments = options.parse_args()
     bench = Benchmark("agents_cost")
     if arguments.tree is None:

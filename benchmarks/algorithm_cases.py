@@ -1,6 +1,6 @@
-"""The random cases of `algorithms.py`, and mrl's answer to each of the functions that a peer has.
+"""Random cases for `algorithms.py`, and mrl's result for each function that a peer has.
 
-A case is what the peers read: padded arrays [rows, width] with `mask`, arrays per row, and numbers.
+A case is the peers' input: padded arrays [rows, width] with `mask`, arrays per row, and numbers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, Lo
 Outputs = dict[str, Tensor | float | list[float]]
 Function = Callable[["Packed"], Outputs]
 Terms = tuple[dict[str, Any], KlConfig, ActorColumns]
-"""What a term of the actor's loss needs: keys of the loss section, the KL, and columns."""
+"""Inputs of a term in the actor's loss: keys of the loss section, the KL, and columns."""
 VOCABULARY = 11
 
 
 def make_case(seed: int) -> dict[str, Any]:
-    """Groups of 2 to 4 rows in shuffled order, observation tokens, some log-ratios far out; no row fully masked."""
+    """Create groups of 2 to 4 rows in shuffled order, with observation tokens and some extreme log-ratios.
+
+    No row is masked.
+    """
     rng = np.random.default_rng(seed)
     uids = [f"prompt-{group}" for group in range(rng.integers(2, 4)) for _ in range(rng.integers(2, 5))]
     rng.shuffle(uids)
@@ -53,7 +56,7 @@ def make_case(seed: int) -> dict[str, Any]:
     mask = inside & (rng.random((num_rows, width)) < 0.8)
     mask[np.arange(num_rows), 0] = True
     last = width - 1 - np.argmax(mask[:, ::-1], axis=1)
-    # Odd eighths: exact in the float32 of verl's vectorised GRPO, never 0, no two alike.
+    # Odd eighths: exact in the float32 of verl's vectorized GRPO, never 0, all different.
     scores = rng.permutation(np.arange(-31, 32, 2))[:num_rows] / 8
     log_probs = -np.abs(rng.normal(size=mask.shape))
 
@@ -93,7 +96,7 @@ def make_case(seed: int) -> dict[str, Any]:
 
 
 class Packed:
-    """A case as mrl reads it."""
+    """A case in mrl's format."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.case = case
@@ -101,27 +104,27 @@ class Packed:
         self.mask_T = self.column("mask").bool()
 
     def column(self, name: str) -> Tensor:
-        """A padded array's tokens, one row after another."""
+        """Return a padded array's tokens, concatenated row by row."""
         array = self.case[name]
         inside = np.arange(array.shape[1]) < self.case["lengths"][:, None]
         return torch.from_numpy(array[inside])
 
     def per_row(self, name: str) -> Tensor:
-        """An array of one number per row."""
+        """Return an array with one number per row."""
         return torch.from_numpy(self.case[name])
 
     @property
     def entropy_T(self) -> Tensor:
-        """Of the whole distribution, from the logits."""
+        """Entropy of the whole distribution, from the logits."""
         log_p = self.column("logits").log_softmax(-1)
         return -(log_p.exp() * log_p).sum(-1)
 
     def norm(self, mode: str) -> LossNormalizer:
-        """The case as the whole batch."""
+        """Return the normalizer of the case as the whole batch."""
         return LossNormalizer.of(mode, self.rows, self.mask_T, self.case["horizon"])
 
     def outcomes(self) -> Outcomes:
-        """The case's scores."""
+        """Return the outcomes with the case's scores."""
         return Outcomes(self.per_row("scores"), self.case["uids"], self.rows.count(self.mask_T))
 
 
@@ -129,7 +132,7 @@ packed = Packed
 
 
 def padded(case: dict[str, Any], value: Tensor | float | list[float], shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Our packed tokens in a peer's padded shape; anything else as it is."""
+    """Return mrl's packed tokens in a peer's padded shape, and anything else unchanged."""
     array = np.asarray(value.detach().numpy() if isinstance(value, Tensor) else value, dtype=np.float64)
     if array.shape == shape:
         return array
@@ -146,13 +149,17 @@ def policy(
     dual: bool = True,
     terms: Callable[[Packed], Terms] | None = None,
 ) -> Function:
-    """The actor's objective, its gradient and its reports."""
+    """Return a function for the actor's objective, its gradient and its metrics."""
 
     def run(case: Packed) -> Outputs:
-        own = case.case
-        low, high = clip or (own["clip_low"], own["clip_high"])
+        settings = case.case
+        low, high = clip or (settings["clip_low"], settings["clip_high"])
         terms_of_loss, kl, extra = terms(case) if terms else ({}, KlConfig(), ActorColumns())
-        trust: dict[str, Any] = {"clip_low": low, "clip_high": high, "dual_clip": own["dual_clip"] if dual else None}
+        trust: dict[str, Any] = {
+            "clip_low": low,
+            "clip_high": high,
+            "dual_clip": settings["dual_clip"] if dual else None,
+        }
         log_probs_T = case.column("log_probs").requires_grad_()
         advantages_T = case.rows.expand(case.per_row("row_advantages")) if by_row else case.column("advantages")
         tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, case.column("old"), advantages_T)
@@ -165,7 +172,7 @@ def policy(
 
 
 def kl(name: str) -> Function:
-    """A KL estimator's values and gradient."""
+    """Return a function for a KL estimator's values and gradient."""
 
     def run(case: Packed) -> Outputs:
         log_probs_T = case.column("log_probs").requires_grad_()
@@ -177,7 +184,7 @@ def kl(name: str) -> Function:
 
 
 def advantage(name: str) -> Function:
-    """An advantage estimator's result. Group-wise ones hand out float32, so compare before that."""
+    """Return a function for an advantage estimator. Group-wise ones return float32, so compare before that."""
 
     def run(case: Packed) -> Outputs:
         inputs = AdvantageInputs(
@@ -185,22 +192,22 @@ def advantage(name: str) -> Function:
             case.outcomes(),
         )  # fmt: skip
         config = AlgorithmConfig(advantage=name, gamma=case.case["gamma"], lam=case.case["lam"])
-        found = estimate_advantages(inputs, config)
-        outputs: Outputs = {"advantages": found.advantages_T}
-        if found.returns_T is not None:
-            outputs["returns"] = found.returns_T
+        estimate = estimate_advantages(inputs, config)
+        outputs: Outputs = {"advantages": estimate.advantages_T}
+        if estimate.returns_T is not None:
+            outputs["returns"] = estimate.returns_T
         return outputs
 
     return run
 
 
 def aggregated(mode: str) -> Function:
-    """One mode of loss aggregation."""
+    """Return a function for one mode of loss aggregation."""
     return lambda case: {"loss": case.norm(mode).aggregate(case.column("values"), case.rows, case.mask_T)}
 
 
 def value_loss(case: Packed) -> Outputs:
-    """The critic's objective, its gradient and its report."""
+    """Return the critic's objective, its gradient and its metrics."""
     values_T = case.column("values").requires_grad_()
     tokens = ValueTokens(case.mask_T, values_T, case.column("old_values"), case.column("returns"))
     objective = critic_objective(tokens, case.rows, case.norm("token-mean"), clip=0.3)
@@ -209,7 +216,7 @@ def value_loss(case: Packed) -> Outputs:
 
 
 def adaptive_kl(case: Packed) -> Outputs:
-    """The coefficient after each of five steps."""
+    """Return the coefficient after each of five steps."""
     controller = KLController(0.2, target=0.5, horizon_rows=100)
     coefficients = []
     for measured in np.abs(case.case["values"]).flatten()[:5].tolist():
@@ -219,12 +226,12 @@ def adaptive_kl(case: Packed) -> Outputs:
 
 
 def pair_of(case: Packed) -> RolloutPair:
-    """The case's tokens by both policies."""
+    """Return the case's tokens under both policies."""
     return RolloutPair(case.rows, case.mask_T, case.column("log_probs"), case.column("rollout"))
 
 
 def importance(level: str, beyond: Literal["truncate", "mask"], upper: float, lower: float = 0.0) -> Function:
-    """Weights and what is reported of them."""
+    """Return a function for the weights and their metrics."""
     config = CorrectionConfig(level=level, beyond=beyond, upper=upper, lower=lower)
 
     def run(case: Packed) -> Outputs:
@@ -236,30 +243,30 @@ def importance(level: str, beyond: Literal["truncate", "mask"], upper: float, lo
 
 
 def kl_in_reward(case: Packed) -> Outputs:
-    """Rewards after the penalty."""
+    """Return the rewards after the penalty."""
     kl_T = token_kl("k1", case.column("old"), case.column("ref"), case.mask_T)
     return {"rewards": apply_kl_penalty(case.column("rewards"), kl_T, case.mask_T, 0.3)}
 
 
 def group_std(case: Packed) -> Outputs:
-    """GRPO's deviation over one group of all rows, which its advantages imply."""
+    """Return GRPO's standard deviation over one group of all rows, which its advantages imply."""
     scores_B = case.per_row("scores")
     one_group = PromptGroups.of(["all"] * scores_B.numel())
     return {"std": (one_group.centered(scores_B).square().sum() / (scores_B.numel() - 1)).sqrt()}
 
 
 def kl_term(case: Packed) -> Terms:
-    """k3 in the loss."""
+    """Return the terms for k3 in the loss."""
     return {}, KlConfig(where="loss", coef=0.1), ActorColumns(ref_log_probs_T=case.column("ref"))
 
 
 def entropy_term(case: Packed) -> Terms:
-    """The entropy bonus."""
+    """Return the terms for the entropy bonus."""
     return {"entropy_coef": 0.2}, KlConfig(), ActorColumns(entropy_T=case.entropy_T)
 
 
 def weights_term(case: Packed) -> Terms:
-    """Rollout correction."""
+    """Return the terms for rollout correction."""
     return {}, KlConfig(), ActorColumns(rollout_weights_T=case.column("weights"))
 
 
@@ -293,12 +300,12 @@ VERL: dict[str, Function] = {
 
 
 def mismatch(case: Packed) -> Outputs:
-    """verl also reports the logarithm of each perplexity and the extremes of their difference."""
-    found = mismatch_metrics(pair_of(case))
+    """Return the mismatch metrics, with verl's additional logarithms and extremes of the perplexities."""
+    metrics = mismatch_metrics(pair_of(case))
     trained_B = case.rows.mean(case.column("log_probs"), case.mask_T)
     rollout_B = case.rows.mean(case.column("rollout"), case.mask_T)
     return {
-        **found,
+        **metrics,
         "training_log_ppl": -trained_B.mean(),
         "rollout_log_ppl": -rollout_B.mean(),
         "log_ppl_diff_max": (rollout_B - trained_B).max(),
@@ -307,13 +314,13 @@ def mismatch(case: Packed) -> Outputs:
 
 
 def trl_policy(name: str, mode: str, **changes: Any) -> Function:
-    """As `policy`, with one advantage per row, no dual clip, and log-probs that reach none of the bounds TRL lacks."""
+    """Return `policy` with one advantage per row, no dual clip, and log-probs within all bounds missing in TRL."""
     function = policy(name, mode, by_row=True, **({"dual": False} | changes))
     return lambda case: function(Packed(case.case | {name: case.case[f"{name}_near"] for name in ("old", "ref")}))
 
 
 def cispo_unbounded_below(case: Packed) -> Outputs:
-    """TRL bounds CISPO's weight from above only."""
+    """Return the objective with TRL's CISPO, whose weights are only bounded from above."""
     return trl_policy("cispo", "token-mean", clip=(1.0, case.case["clip_high"]))(case)
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/algorithms.py [--json FILE] [--num-cases N]
 
-Each peer lives in an environment of its own under `.venv-peers/` (made on the first run, where a package index can
-be reached) and runs in its own interpreter: random cases go out as an .npz file, its results come back as one.
-Everything is float64. mrl packs its rows, the peers pad theirs; the cases have observation tokens, and noise under
-every mask. Exit status 1 if a goal is missed.
+Each peer has a separate environment under `.venv-peers/` (created on the first run, if a package index can be reached)
+and runs in its own interpreter: random cases are sent as an .npz file, and results come back as one. Everything is
+float64. mrl packs its rows, the peers pad theirs; the cases have observation tokens, and noise under every mask. The
+exit status is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TOLERANCE = 1e-6
 MIN_FUNCTIONS = 25
 
 INTENDED_DIFFERENCES = (
-    "group of one: advantage 0 here; verl hands out the raw score (its vectorised RLOO 0)",
-    "GPG's factor: rows in groups of differing scores here, as its paper has it; verl counts rows of score not 0",
-    "fully masked rows: in no denominator here; verl's GMPO and TRL's grpo count them as rows",
-    "seq-mean-token-sum-norm: the constant must be given here; verl falls back to the padded width",
-    "NaN or missing rewards, rewards on observation tokens: errors here; verl passes NaN on, TRL makes it 0",
+    "group of one: advantage 0 in mrl; verl returns the raw score (0 in its vectorized RLOO)",
+    "GPG's factor: rows in groups with different scores in mrl, as in the paper; verl counts rows with nonzero scores",
+    "fully masked rows: not counted in mrl; verl's GMPO and TRL's grpo count them as rows",
+    "seq-mean-token-sum-norm: the constant is required in mrl; verl falls back to the padded width",
+    "NaN or missing rewards, rewards on observation tokens: errors in mrl; verl keeps NaN, TRL makes it 0",
     "TRL divides by std + 1e-4 in GRPO, mrl and verl by std + 1e-6 (TRL's is inside its trainer: std compared alone)",
-    "TRL bounds neither ratios nor k3: mrl, like verl, holds log-ratios within 20 (GSPO's below 10) and k3 below 10",
-    "GMPO's rollout weights: each token's own here; verl takes the row's geometric mean",
+    "TRL has no bounds for ratios and k3; mrl and verl keep log-ratios within 20 (GSPO's below 10) and k3 below 10",
+    "GMPO's rollout weights: per token in mrl; verl uses the row's geometric mean",
 )
 
 
@@ -45,13 +45,13 @@ PEERS = (VERL, TRL)
 
 
 def compute(peer: PeerEnvironment, subject: str, cases: Path, results: Path) -> str:
-    """Its results on the cases of a subject, "algorithms" say; why that failed, or nothing."""
+    """Compute a peer's results on the cases of a subject such as "algorithms". Return the error, or an empty text."""
     script = Path(__file__).parent / "peers" / f"{peer.name}_{subject}.py"
     return peer.install() or peer.run(RUN_TIMEOUT_S, str(script), str(cases), str(results))
 
 
 def write_cases(cases: list[dict[str, Any]], path: Path) -> None:
-    """All cases in one file: arrays as they are, everything else as JSON."""
+    """Write all cases to one file: arrays unchanged, everything else as JSON."""
     stored: dict[str, Any] = {"num_cases": np.asarray(len(cases))}
     for number, case in enumerate(cases):
         arrays = {name: value for name, value in case.items() if isinstance(value, np.ndarray)}
@@ -62,7 +62,7 @@ def write_cases(cases: list[dict[str, Any]], path: Path) -> None:
 
 
 def at_least_one(expected: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What differences are relative to: what was expected of each number, above 1."""
+    """Return the scale of the differences: the expected magnitude, at least 1."""
     return np.asarray(np.maximum(1.0, np.abs(expected)))
 
 
@@ -72,7 +72,7 @@ def compare(
     results_path: Path,
     scale: Callable[[NDArray[np.float64]], NDArray[np.float64]] = at_least_one,
 ) -> list[dict[str, Any]]:
-    """One row per function that the peer has: the largest difference over all cases and outputs."""
+    """Return one row per function of the peer, with the largest difference over all cases and outputs."""
     theirs = np.load(results_path, allow_pickle=False)
     names = dict.fromkeys(key.split("/")[1] for key in theirs.files)
     rows = []
@@ -83,8 +83,8 @@ def compare(
             for key in (key for key in theirs.files if key.startswith(f"{number}/{name}/")):
                 output = key.split("/", 2)[2]
                 expected = theirs[key]
-                found = padded(case, ours[output], expected.shape)
-                difference = np.abs(found - expected) / scale(expected)
+                actual = padded(case, ours[output], expected.shape)
+                difference = np.abs(actual - expected) / scale(expected)
                 worst = max(worst, float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0)))
                 outputs.add(output)
         rows.append({"function": name, "max_difference": worst, "outputs": " ".join(sorted(outputs))})
@@ -92,7 +92,7 @@ def compare(
 
 
 def main() -> int:
-    """Run the peers that can be run, compare, print and say what is missed."""
+    """Run the available peers, compare, print the results, and return the exit status."""
     arguments_parser = parser("Compare mrl's algorithms with verl's and TRL's, number by number.")
     arguments_parser.add_argument("--num-cases", type=int, default=40, help="random cases per function (default 40)")
     arguments = arguments_parser.parse_args()

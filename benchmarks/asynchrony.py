@@ -1,13 +1,13 @@
-"""What generating ahead saves where the longest response is five times the mean: seconds to equal samples.
+"""Time saved by generating ahead if the longest response has five times the mean length: seconds for equal samples.
 
     python benchmarks/asynchrony.py [--steps N] [--repeats N] [--epochs N] [--json FILE]
 
-Whole `mrl train` runs in turns, with one engine and one trainer process on a core each: synchronous, a batch ahead
-between batches, two ahead in flight; beside them synchronous with a trainer and an engine on each of both cores.
-Lengths are log-normal, with mean 64 and at most 320 tokens: the engine is vLLM's, told by each sample's seed when to
-end. Every pass counts: the synchronous runs have no correction, and so no old log-probs, which the others compute.
-Seconds are those of the steps behind the first two, as metrics.jsonl has them; `idle` is the median share of the step.
-With `--epochs` training takes longer.
+Whole `mrl train` runs alternate, each with one engine and one trainer process, on one core each: synchronous, one batch
+ahead between batches, and two ahead in flight. In addition, a synchronous run has a trainer and an engine on each of
+the two cores. Lengths are log-normal with mean 64 and at most 320 tokens: vLLM ends each sample at a length drawn from
+its seed. All passes count: the synchronous runs have no correction and therefore compute no old log-probs, but the
+others do. Seconds come from metrics.jsonl, without the first two steps; `idle` is the median share of the step.
+`--epochs` makes training longer.
 """
 
 from __future__ import annotations
@@ -63,24 +63,25 @@ training: {{steps: {steps}, save_every: 0, samples_every: 0}}
 
 
 def length_of(seed: int) -> int:
-    """Return the tokens of a sample's response, which its seed decides."""
+    """Return the number of tokens in a sample's response, which depends on its seed."""
     drawn = np.random.default_rng(seed).lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA)
     return int(np.clip(drawn, 1, MAX_TOKENS))
 
 
 def cut(requests: Sequence[GenerationRequest], sampling: Sampling) -> tuple[list[GenerationRequest], Sampling]:
-    """Return what ends each sample at its own length, and at nothing else."""
-    return [replace(each, max_tokens=length_of(each.seed)) for each in requests], replace(sampling, stop_token_ids=())
+    """Return requests that end each sample at its length, and nowhere else."""
+    ended = [replace(request, max_tokens=length_of(request.seed)) for request in requests]
+    return ended, replace(sampling, stop_token_ids=())
 
 
 def __getattr__(name: str) -> object:
-    """Make the engine where one is asked for: this process needs no vLLM."""
+    """Create the engine class on demand: this process needs no vLLM."""
     if name != "lengths_given":
         raise AttributeError(name)
     from mrl.rollout.vllm_engine import VllmEngine
 
     class LengthsGiven(VllmEngine):
-        """Ends each sample at a length of its own, and at nothing else."""
+        """Ends each sample at its own length, and nowhere else."""
 
         def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
             super()._start(*cut(requests, sampling))
@@ -89,44 +90,48 @@ def __getattr__(name: str) -> object:
 
 
 def run(config: Path, name: str, overrides: Sequence[str]) -> list[dict[str, float]]:
-    """Return the figures of the steps that count."""
+    """Return the metrics of the steps that count."""
     command = [sys.executable, "-c", MAIN, "train", str(config), f"run.name={name}", *overrides]
     subprocess.run(command, cwd=ROOT, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
     return list(read_metrics(config.parent / name / "metrics.jsonl"))[SETTLING_STEPS:]
 
 
 def main() -> int:
-    """All modes in turns."""
-    options = parser("What generating ahead saves.")
+    """Run all modes in turns."""
+    options = parser("Time saved by generating ahead.")
     options.add_argument("--steps", type=int, default=12)
     options.add_argument("--epochs", type=int, default=2)
     arguments = options.parse_args()
     bench = Benchmark("asynchrony")
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    lines_by_mode: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory, "run.yaml")
         make_model(Path(directory, "model"), seed=1, max_length=MAX_TOKENS + 16)
-        told = {"directory": directory, "epochs": arguments.epochs, "steps": arguments.steps, "longest": MAX_TOKENS}
+        settings = {"directory": directory, "epochs": arguments.epochs, "steps": arguments.steps, "longest": MAX_TOKENS}
         for repeat in range(arguments.repeats):
             for number, (mode, ((pools, roles), overrides)) in enumerate(MODES.items()):
-                config.write_text(CONFIG.format(**told, pools=pools, roles=roles))
-                found[mode] += run(config, f"run-{repeat}-{number}", overrides)
+                config.write_text(CONFIG.format(**settings, pools=pools, roles=roles))
+                lines_by_mode[mode] += run(config, f"run-{repeat}-{number}", overrides)
                 print(
-                    mode, f"{statistics.median(line['timing_s/step'] for line in found[mode]):.2f} s a step", flush=True
+                    mode,
+                    f"{statistics.median(line['timing_s/step'] for line in lines_by_mode[mode]):.2f} s a step",
+                    flush=True,
                 )
-    seconds = {mode: statistics.median(line["timing_s/step"] for line in lines) for mode, lines in found.items()}
-    for mode, lines in found.items():
-        of = {name: [line[name] for line in lines if name in line] for name in lines[0]}
-        idle = {who: of.get(f"perf/{who}_idle_share") for who in ("trainer", "engines")}
+    seconds = {
+        mode: statistics.median(line["timing_s/step"] for line in lines) for mode, lines in lines_by_mode.items()
+    }
+    for mode, lines in lines_by_mode.items():
+        values = {name: [line[name] for line in lines if name in line] for name in lines[0]}
+        idle = {side: values.get(f"perf/{side}_idle_share") for side in ("trainer", "engines")}
         bench.row(
             mode=mode,
             step_s=seconds[mode],
-            spread_s=float(np.subtract(*np.percentile(of["timing_s/step"], [75, 25]))),
+            spread_s=float(np.subtract(*np.percentile(values["timing_s/step"], [75, 25]))),
             samples_per_s=64 / seconds[mode],
             over_synchronous=seconds["synchronous, apart"] / seconds[mode],
-            trained_tokens=statistics.mean(of["response_length/mean"]),
-            longest=max(of["response_length/max"]),
-            **{f"{who}_idle": statistics.median(shares) for who, shares in idle.items() if shares},
+            trained_tokens=statistics.mean(values["response_length/mean"]),
+            longest=max(values["response_length/max"]),
+            **{f"{side}_idle": statistics.median(shares) for side, shares in idle.items() if shares},
         )
     best = max(seconds["synchronous, apart"] / seconds[mode] for mode in list(MODES)[1:3])
     bench.goal("samples per second over synchronous in the same placement", best, at_least=GOAL)

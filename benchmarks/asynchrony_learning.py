@@ -1,12 +1,12 @@
-"""How many samples the demo's task takes to be learned from batches that were drawn ahead, with correction and without.
+"""Samples needed to learn the demo's task from batches drawn ahead, with and without correction.
 
     python benchmarks/asynchrony_learning.py [--seeds N ...] [--steps 40] [--besides FILE] [--json FILE]
 
-The GRPO of `mrl demo`, on an engine with a device of its own, from the same half-taught model for each seed. Accuracy
-is that of answers sampled at temperature 1 to problems that are never trained on, measured every four steps; samples to
-80 % are read off between two of them. Without correction is a correction whose weights are held at 1.
+It runs the GRPO of `mrl demo`, with an engine on a separate device, from the same warmed-up model for each seed.
+Accuracy is measured every four steps, on answers sampled at temperature 1 to held-out problems; the number of samples
+to 80 % is interpolated. "Not corrected" means a correction with all weights set to 1.
 
-All seeds take more than an hour, which need not be in one piece: `--besides` takes the seeds of an earlier run in.
+All seeds together take more than an hour. To split this, `--besides` adds the seeds of an earlier run.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ GOAL = SUMS.goals[SUMS.solved]
 
 
 def samples_to_goal(run: Path) -> float | None:
-    """Return how many samples were trained when the accuracy reached the goal; None where it never did."""
-    before: tuple[float, float] = 0.0, 0.0
+    """Return the number of trained samples when the accuracy reached the goal; None if it never did."""
+    previous: tuple[float, float] = 0.0, 0.0
     for line in read_metrics(run / "metrics.jsonl"):
         if SUMS.solved in line:
-            here = float(line["step"]), float(line[SUMS.solved])
-            if here[1] >= GOAL:
-                share = (GOAL - before[1]) / (here[1] - before[1])
-                return (before[0] + share * (here[0] - before[0])) * SUMS.samples_per_step
-            before = here
+            current = float(line["step"]), float(line[SUMS.solved])
+            if current[1] >= GOAL:
+                share = (GOAL - previous[1]) / (current[1] - previous[1])
+                return (previous[0] + share * (current[0] - previous[0])) * SUMS.samples_per_step
+            previous = current
     return None
 
 
 def main() -> int:
-    """One model for each seed, and every mode on it."""
+    """Create one model per seed, and train it in every mode."""
     options = parser("Samples to 80 % of the demo's task, by how far generation is ahead.")
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     options.add_argument("--steps", type=int, default=40)
-    options.add_argument("--besides", type=Path, help="results of this program, whose other seeds count as well")
+    options.add_argument("--besides", type=Path, help="results of an earlier run, whose other seeds are included")
     arguments = options.parse_args()
     bench, console = Benchmark("asynchrony_learning"), Console(arguments.steps, quiet=True)
     earlier = json.loads(arguments.besides.read_text())["rows"] if arguments.besides else []
@@ -74,20 +74,20 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, ExitStack() as workplace:
         workplace.enter_context(ray_cluster(ClusterConfig(devices_per_node=2, device="cpu")))
         for seed in arguments.seeds:
-            here = Path(directory, str(seed))
-            here.mkdir()
-            model = warm_model(DemoSettings(here, seed, "grpo", tp=1), console, {})
+            seed_directory = Path(directory, str(seed))
+            seed_directory.mkdir()
+            model = warm_model(DemoSettings(seed_directory, seed, "grpo", tp=1), console, {})
             for number, (mode, overrides) in enumerate(MODES.items()):
-                (own := here / str(number)).mkdir()
-                settings = DemoSettings(own, seed, "grpo", tp=1, steps=arguments.steps)
+                (mode_directory := seed_directory / str(number)).mkdir()
+                settings = DemoSettings(mode_directory, seed, "grpo", tp=1, steps=arguments.steps)
                 result = learn(settings, model, console, {}, (*APART, *overrides))
-                samples = samples_to_goal(own / SUMS.run)
+                samples = samples_to_goal(mode_directory / SUMS.run)
                 bench.row(seed=seed, mode=mode, before=result.before, after=result.after, samples_to_goal=samples)
                 print(seed, mode, result.after, samples, flush=True)
     num_seeds = len({row["seed"] for row in bench.rows})
-    found = {mode: [row["samples_to_goal"] for row in bench.rows if row["mode"] == mode] for mode in MODES}
-    for mode, of_seeds in found.items():
-        samples_of = [samples for samples in of_seeds if samples is not None]
+    samples_by_mode = {mode: [row["samples_to_goal"] for row in bench.rows if row["mode"] == mode] for mode in MODES}
+    for mode, mode_samples in samples_by_mode.items():
+        samples_of = [samples for samples in mode_samples if samples is not None]
         bench.goal(f"{mode}: seeds that reached {100 * GOAL:.0f} %", len(samples_of), at_least=num_seeds)
         if samples_of:
             low, median, high = min(samples_of), statistics.median(samples_of), max(samples_of)

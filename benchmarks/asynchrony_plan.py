@@ -1,21 +1,21 @@
-"""What `mrl plan` predicts for asynchronous runs that others have published. Nothing is measured here.
+"""Predictions of `mrl plan` for published asynchronous runs. Nothing is measured here.
 
-`pair`: NeMo-RL's tables of versions 0.4 to 0.6 have synchronous and 1-step-off runs of one model on as many GPUs, of
-which the 1-off run gives half to its engines. Both times come from models, batches and layouts alone, as in
+`pair`: NeMo-RL's tables of versions 0.4 to 0.6 have synchronous and 1-step-off runs of one model on the same number of
+GPUs; the 1-off run gives half of them to its engines. Both times follow from models, batches and layouts alone, as in
 `benchmarks/plan.py`: nothing is fitted. Their runs take weights in flight and keep the cache. The recipes of those
-versions make 512 samples an update and compute old log-probs, with and without `1-off`, as the tables say. Recipes of
-today (`force_on_policy_ratio`, 2048 an update) do neither; by them the pair that lost would be predicted to win, 1.1. A
-factor hides what both of its steps have wrong in common, so the errors of both stand beside it.
+versions have 512 samples per update and compute old log-probs, with and without `1-off`, as the tables say. Today's
+recipes (`force_on_policy_ratio`, 2048 per update) do neither; with them, the pair that was slower would be predicted to
+be faster, by 1.1. A factor hides errors that both steps share, so the errors of both are listed as well.
 
-`one step off`: verl's Qwen2.5-Math-7B on 16 H20, 4 of them for engines. The mean length is fitted to the seconds that
-the 4 take for a batch, training's seconds are theirs; the step, and a batch on all 16, are predicted.
+`one step off`: verl's Qwen2.5-Math-7B on 16 H20, 4 of them for engines. The mean length is fitted to the seconds of a
+batch on the 4 GPUs, and the seconds of training are theirs; the step, and a batch on all 16, are predicted.
 
 `fully async`: the same model on 32 to 128 H20, half of them for engines. The mean length is fitted to one number, the
-synchronous generation on 128; the other two, and all steps, are predicted from the seconds of training that each
-published run took itself. Theirs makes batches of whoever is finished first, and trains on parts of one; here batches
+synchronous generation on 128 GPUs; the other two, and all steps, are predicted with the training seconds of each
+published run. Their batches consist of the samples that finish first, and they train on parts of a batch; here batches
 are in drawn order, which waits longer.
 
-All rows: log-normal lengths of sigma 1, cut at the longest, which is assumed.
+All rows assume log-normal lengths with sigma 1, cut at the longest.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _large(gpus: int, engine_tp: int, pp: int, mean: int, seconds: float) -> Row
 
 
 def _one_off(alone: Row, mean: int, seconds: float, layout: dict[str, Any], **changes: Any) -> tuple[Row, Row]:
-    """A synchronous run with what runs one step off on as many GPUs."""
+    """Return a synchronous run and the 1-off run on the same number of GPUs."""
     parallel = dataclasses.replace(alone.parallel, **layout)
     changes |= {"split": True, "parallel": parallel, "mean_response": mean, "seconds": seconds}
     return alone, dataclasses.replace(alone, **changes)
@@ -91,20 +91,20 @@ PAIRS = {
 
 @dataclass(frozen=True)
 class Published:
-    """A run of verl's, whose engines' lengths are not published."""
+    """A run of verl with unpublished engine lengths."""
 
     name: str
     engine_gpus: int
     train_s: float
     step_s: float
     batch_gpus: int
-    """On which a batch is generated where the engines have all GPUs."""
+    """GPUs for the generation of a batch when the engines have all GPUs."""
     batch_s: float
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs of verl's share, and the one number that their mean length is fitted to."""
+    """Common settings of several verl runs, and the number that their mean length is fitted to."""
 
     samples: int
     longest: int
@@ -132,29 +132,29 @@ VERL = {
         ),
     ),
 }
-PUSH_S = 0.3  # as verl says of its own
+PUSH_S = 0.3  # verl's own figure
 
 
 def pairs() -> Iterator[dict[str, Any]]:
-    """Predict synchronous and 1-off runs on as many GPUs, nothing fitted."""
+    """Predict synchronous and 1-off runs on equal numbers of GPUs, with nothing fitted."""
     for version, rows in PAIRS.items():
         for alone, split in rows:
             apart = _load(split)
             waiting = simulate(_load(alone), SYNCHRONOUS)
-            found = simulate(apart, IN_FLIGHT_KEPT)
-            factor, published = waiting.seconds / found.seconds, alone.seconds / split.seconds
+            ahead = simulate(apart, IN_FLIGHT_KEPT)
+            factor, published = waiting.seconds / ahead.seconds, alone.seconds / split.seconds
             yield {
                 "run": f"{split.model} {split.gpus} {split.hardware}, {version}",
-                "predicted_s": f"{waiting.seconds:.0f} -> {found.seconds:.0f}",
+                "predicted_s": f"{waiting.seconds:.0f} -> {ahead.seconds:.0f}",
                 "published_s": f"{alone.seconds:g} -> {split.seconds:g}",
                 "predicted": factor,
                 "published": published,
                 "error": factor / published - 1,
                 "waiting_error": waiting.seconds / alone.seconds - 1,
-                "ahead_error": found.seconds / split.seconds - 1,
+                "ahead_error": ahead.seconds / split.seconds - 1,
                 "training_s": f"{_load(alone).train_s:.0f} -> {apart.train_s:.0f}",
-                "trainer_idle": found.trainer_idle,
-                "engines_idle": found.engines_idle,
+                "trainer_idle": ahead.trainer_idle,
+                "engines_idle": ahead.engines_idle,
             }
 
 
@@ -168,10 +168,10 @@ def verl_runs() -> Iterator[dict[str, Any]]:
                 "step": (simulate(load, setting.mode).seconds, run.step_s),
                 f"batch on {run.batch_gpus}": (_batch_s(setting, run.batch_gpus, mean), run.batch_s),
             }
-            for what, (predicted, published) in numbers.items():
-                is_fitted = what != "step" and run.batch_gpus == setting.fitted_gpus
+            for quantity, (predicted, published) in numbers.items():
+                is_fitted = quantity != "step" and run.batch_gpus == setting.fitted_gpus
                 yield {
-                    "run": f"{name} {run.name}: {what}",
+                    "run": f"{name} {run.name}: {quantity}",
                     "predicted_s": f"{predicted:.0f}{' (fitted)' if is_fitted else ''}",
                     "published_s": f"{published:g}",
                     "predicted": predicted,
@@ -183,7 +183,7 @@ def verl_runs() -> Iterator[dict[str, Any]]:
 
 
 def fitted_mean(setting: Setting) -> float:
-    """The mean length with which a batch takes as long as was published."""
+    """Return the mean length with which a batch takes the published time."""
     low, high = 0.0, setting.longest * 0.9
     for _ in range(12):
         mean = (low + high) / 2
@@ -204,21 +204,23 @@ def _verl_load(setting: Setting, gpus: int, mean: float) -> Workload:
 
 
 def _load(row: Row, mean: float | None = None) -> Workload:
-    """The run's work, without probes of engines."""
+    """Return the run's work, without engine probes."""
     load = workload(subject_of(row), Lengths(PROMPT_TOKENS, mean or row.mean_response))
     return dataclasses.replace(load, drain_every=0)
 
 
 def main() -> int:
-    """Predict, compare, and say what is missed."""
+    """Predict, compare, print the results, and return the exit status."""
     arguments = parser("Compare what `mrl plan` predicts of asynchronous runs with published ones.").parse_args()
     bench = Benchmark("asynchrony_plan")
-    found, steps = list(pairs()), list(verl_runs())
-    for line in (*found, *steps):
+    pair_lines, steps = list(pairs()), list(verl_runs())
+    for line in (*pair_lines, *steps):
         bench.row(**line)
-    within = sum(abs(line["error"]) <= TOLERANCE for line in found)
-    bench.goal(f"factors of pairs within {TOLERANCE:.0%}, of {len(found)}", within, at_least=MIN_PAIRS)
-    slower = [line["predicted"] for line in found if line["published"] == min(each["published"] for each in found)]
+    within = sum(abs(line["error"]) <= TOLERANCE for line in pair_lines)
+    bench.goal(f"factors of pairs within {TOLERANCE:.0%}, of {len(pair_lines)}", within, at_least=MIN_PAIRS)
+    slower = [
+        line["predicted"] for line in pair_lines if line["published"] == min(pair["published"] for pair in pair_lines)
+    ]
     bench.goal("factor of the pair that NeMo-RL has as 0.73", slower[0], at_most=1)
     predicted = [line for line in steps if not line["fitted"]]
     within = sum(abs(line["error"]) <= TOLERANCE for line in predicted)

@@ -1,9 +1,10 @@
-"""The code reward under fire: 500 programs, 100 each right, wrong, endless, hungry and hostile, in real reward workers.
+"""Stress test of the code reward: 500 programs, 100 each right, wrong, endless, hungry and hostile, in real reward
+workers.
 
     python benchmarks/code_reward.py [--workers 2] [--json FILE]
 
-Goals: every program has the score that it earns, no process and no file is left behind, nothing outside was read,
-written or reached. The last rows say what a program costs that does next to nothing.
+Goals: every program has the right score, no process and no file is left behind, and nothing outside was read, written
+or reached. The last rows give the cost of a program that does next to nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REPEATS = 50
 
 
 def programs() -> dict[str, list[tuple[Case, int]]]:
-    """Each kind's programs, with the number of the task that each solves."""
+    """Return each kind's programs, with the number of the task that each solves."""
     attacks = [hostile(name, attack, is_caught=True) for name, attack in ATTACKS.items()]
     attacks += [hostile(name, attack, is_caught=False) for name, attack in ATTACKS.items()]
     kinds = {"right": RIGHT, "wrong": WRONG, "endless": ENDLESS, "hungry": HUNGRY, "hostile": attacks}
@@ -38,7 +39,7 @@ def programs() -> dict[str, list[tuple[Case, int]]]:
 
 
 def measure(bench: Benchmark, kind: str, cases: list[tuple[Case, int]], num_workers: int, directory: Path) -> None:
-    """Score one kind, and look for what it has done. Limits are short for those that reach them."""
+    """Score one kind, and check for side effects. Programs that reach the limits get short limits."""
     (directory / kind).mkdir()
     limits = LIMITS if kind in ("endless", "hungry") else {}
     config = RewardConfig(
@@ -95,13 +96,13 @@ def main() -> int:
     """Score every kind."""
     arguments = parser(__doc__ or "")
     arguments.add_argument("--workers", type=int, default=2)
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     bench = Benchmark("code_reward")
     with tempfile.TemporaryDirectory() as directory:
         for kind, cases in programs().items():
-            measure(bench, kind, cases, given.workers, Path(directory))
+            measure(bench, kind, cases, options.workers, Path(directory))
         measure_cost(bench, Path(directory))
-    return bench.finish(given)
+    return bench.finish(options)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the controller itself costs: driver time and calls per step of phases that do nothing.
+"""Overhead of the controller: driver time and calls per step for phases that do nothing.
 
-A step is six phases, three without data and three that read a stored column. Beside it, in the same run and in
-turns, a bare Ray loop that makes the same calls on plain actors, without checks, deadlines or reports.
+A step has six phases, three without data and three that read a stored column. A bare Ray loop alternates with it in the
+same run: it makes the same calls on plain actors, without checks, deadlines or reports.
 
     python benchmarks/controller.py
 """
@@ -35,7 +35,7 @@ ROWS_PER_WORKER, TOKENS_PER_ROW = 8, 512
 
 
 def batch_of(num_workers: int) -> DataProto:
-    """A stored column, one part per worker, as a previous phase would have left it."""
+    """Return a stored column, one part per worker, as a previous phase would have left it."""
     lengths = [TOKENS_PER_ROW] * ROWS_PER_WORKER
     parts = [
         store(
@@ -50,7 +50,7 @@ def batch_of(num_workers: int) -> DataProto:
 
 
 def measure(bench: Benchmark, context: RunContext, num_workers: int, repeats: int) -> None:
-    """Our step beside the bare one, at one number of workers."""
+    """Compare mrl's step with the bare one, for one number of workers."""
     group = RayWorkerGroup(
         "actor", RayClassWithInitArgs("benchmarks.controller_workers:IdleWorker"), Mesh(num_workers), context
     )
@@ -87,7 +87,7 @@ def measure(bench: Benchmark, context: RunContext, num_workers: int, repeats: in
 
 
 def main() -> int:
-    """Measure, print, and say whether the goals are met."""
+    """Measure, print the results, and return whether the goals are met."""
     arguments = parser(__doc__ or "").parse_args()
     bench = Benchmark("controller")
     cluster, deadlines = ClusterConfig(devices_per_node=max(SIZES), device="cpu"), DeadlinesConfig()

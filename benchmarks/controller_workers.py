@@ -1,4 +1,4 @@
-"""A worker with phases that do nothing: what a call itself costs is all that is left."""
+"""A worker with phases that do nothing, to measure the cost of a call."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from mrl.protocol import DataProto
 
 
 class IdleWorker(Worker):
-    """Answers at once."""
+    """Answers immediately."""
 
     @register(Dispatch.ONE_TO_ALL)
     def nothing(self) -> None:
-        """A phase without data."""
+        """Run a phase without data."""
 
     @register(Dispatch.DATA_PARALLEL, reads=("responses",))
     def read(self, batch: DataProto) -> int:
-        """A phase that reads a column and answers with a number."""
+        """Run a phase that reads a column and answers with a number."""
         return len(batch)
 
 
 class BareWorker:
-    """The same, as a plain Ray actor."""
+    """The same worker as a plain Ray actor."""
 
     def nothing(self) -> None:
-        """A phase without data."""
+        """Run a phase without data."""
 
     def read(self, responses: object) -> int:
-        """A phase that takes a stored object and answers with a number."""
+        """Run a phase that takes a stored object and answers with a number."""
         return 1

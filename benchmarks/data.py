@@ -1,7 +1,7 @@
-"""What it costs to open a million prompts, and to draw a step of them from anywhere.
+"""Cost of opening a million prompts, and of drawing a step of them from anywhere.
 
-A child process opens the file, so that memory is the growth of a fresh process: resident before, and at its highest
-while the dataset opens and draws its first prompt's place. Steps of 512 prompts are then drawn in shuffled order.
+A child process opens the file, so memory is the growth of a fresh process: from the resident size before to the peak
+while the dataset opens and draws its first prompt. Steps of 512 prompts are then drawn in shuffled order.
 
     python benchmarks/data.py
 """
@@ -40,11 +40,11 @@ MIB = 1 << 20
 
 
 def rows(count: int) -> Iterator[dict[str, Any]]:
-    """Rows in the field's schema, of about 300 bytes."""
+    """Yield rows in the field's schema, of about 300 bytes."""
     words = [f"word{number}" for number in range(500)]
-    chance = random.Random(1)
+    generator = random.Random(1)
     for number in range(count):
-        text = " ".join(chance.choices(words, k=18))
+        text = " ".join(generator.choices(words, k=18))
         yield {
             "prompt": [{"role": "user", "content": f"Question {number}: {text}"}],
             "data_source": "benchmark",
@@ -55,17 +55,17 @@ def rows(count: int) -> Iterator[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, count: int) -> None:
-    """The rows as JSON Lines."""
+    """Write the rows as JSON Lines."""
     with path.open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows(count))
 
 
 def write_parquet(path: Path, count: int) -> None:
-    """The same rows as parquet, in row groups as large as pyarrow's default makes them."""
-    made = rows(count)
+    """Write the same rows as parquet, with pyarrow's default row groups."""
+    row_iterator = rows(count)
     tables = []
     for begin in range(0, count, WRITTEN_AT_ONCE):
-        chunk = [next(made) for _ in range(min(WRITTEN_AT_ONCE, count - begin))]
+        chunk = [next(row_iterator) for _ in range(min(WRITTEN_AT_ONCE, count - begin))]
         tables.append(pa.Table.from_pylist(chunk))
     table = pa.concat_tables(tables)
     writer = pq.ParquetWriter(path, table.schema)
@@ -74,7 +74,7 @@ def write_parquet(path: Path, count: int) -> None:
 
 
 def memory_mib(key: str) -> float:
-    """A line of this process's memory: VmRSS, or VmHWM for the highest so far."""
+    """Return a line of this process's memory: VmRSS, or VmHWM for the peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024 / MIB
@@ -82,14 +82,14 @@ def memory_mib(key: str) -> float:
 
 
 def measure(path: str, tokenizer: str) -> dict[str, float]:
-    """In a fresh process: open, draw the first step, draw more."""
+    """Open the file and draw steps, in a fresh process."""
     loaded = load_tokenizer(tokenizer)
     data = DataConfig(train={"million": SourceConfig(dataset=path)})
     rollout = RolloutConfig(max_prompt_tokens=1024, max_response_tokens=1024)
     batch = BatchConfig(prompts_per_step=PROMPTS_PER_STEP, samples_per_prompt=1, samples_per_update=PROMPTS_PER_STEP)
     with tempfile.TemporaryDirectory() as folder:
         events = EventLog(Path(folder) / "events.jsonl")
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the resident size
         before, begin = memory_mib("VmRSS"), time.perf_counter()
         loader = PromptLoader(open_dataset(data.train, data, rollout, loaded), data, batch, events)
         seconds, growth = time.perf_counter() - begin, memory_mib("VmHWM") - before
@@ -108,7 +108,7 @@ def measure(path: str, tokenizer: str) -> dict[str, float]:
 
 
 def in_child(path: Path, tokenizer: Path) -> dict[str, float]:
-    """`measure` in a process of its own."""
+    """Run `measure` in a child process."""
     command = [sys.executable, __file__, "--measure", str(path), "--tokenizer", str(tokenizer)]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)
     measured: dict[str, float] = json.loads(finished.stdout.splitlines()[-1])
@@ -116,14 +116,14 @@ def in_child(path: Path, tokenizer: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Write the files, measure each, print the table."""
+    """Write the files, measure each, and print the table."""
     arguments = parser("Opening a million prompts.")
     arguments.add_argument("--rows", type=int, default=NUM_ROWS)
     arguments.add_argument("--measure", help=argparse.SUPPRESS)
     arguments.add_argument("--tokenizer", help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.measure:
-        print(json.dumps(measure(given.measure, given.tokenizer)))
+    options = arguments.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.measure, options.tokenizer)))
         return 0
     bench = Benchmark("data")
     kinds: dict[str, Callable[[Path, int], None]] = {"jsonl": write_jsonl, "parquet": write_parquet}
@@ -132,14 +132,14 @@ def main() -> int:
         save_toy_tokenizer(tokenizer)
         for kind, write in kinds.items():
             path = Path(folder) / f"prompts.{kind}"
-            write(path, given.rows)
-            repeated = [in_child(path, tokenizer) for _ in range(given.repeats)]
+            write(path, options.rows)
+            repeated = [in_child(path, tokenizer) for _ in range(options.repeats)]
             worst = {name: max(run[name] for run in repeated) for name in repeated[0]}
-            bench.row(kind=kind, rows=given.rows, file_mib=path.stat().st_size / MIB, **worst)
-            bench.goal(f"seconds to open {given.rows} rows of {kind}", worst["open_s"], at_most=2)
-            bench.goal(f"MiB to open {given.rows} rows of {kind}", worst["open_mib"], at_most=200)
+            bench.row(kind=kind, rows=options.rows, file_mib=path.stat().st_size / MIB, **worst)
+            bench.goal(f"seconds to open {options.rows} rows of {kind}", worst["open_s"], at_most=2)
+            bench.goal(f"MiB to open {options.rows} rows of {kind}", worst["open_mib"], at_most=200)
             path.unlink()
-    return bench.finish(given)
+    return bench.finish(options)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What it costs to move a batch from the worker that made it to the worker that reads it.
+"""Cost of moving a batch from the worker that created it to the worker that reads it.
 
-In one run: this DataProto; the padded TensorDict of the field's trainers, pickled by Ray; and TransferQueue's
-SimpleStorage with jagged columns, in an environment of its own. Prompts have 1,024 tokens and 8 samples each, responses
-2,500 tokens on average and 8,192 at most; six columns: prompts, responses, response_mask, rollout_log_probs,
+One run compares: this DataProto; the padded TensorDict of other trainers, pickled by Ray; and TransferQueue's
+SimpleStorage with jagged columns, in a separate environment. Prompts have 1,024 tokens and 8 samples each, responses
+2,500 tokens on average and 8,192 at most. There are six columns: prompts, responses, response_mask, rollout_log_probs,
 scores, uid.
 
     python benchmarks/data_plane.py
@@ -45,12 +45,12 @@ PROMPT_TOKENS = 1024
 SAMPLES_PER_PROMPT = 8
 MEAN_RESPONSE = 2500
 WARM_UPS = 30
-"""A store hands out fresh memory at first, and the kernel clears every page of it; training runs long after that."""
+"""A store starts with fresh memory, whose pages the kernel must clear; training runs far beyond this point."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def response_lengths(count: int, mean: int, seed: int) -> list[int]:
-    """Log-normal lengths, long-tailed as responses are, with exactly this mean and the longest allowed."""
+    """Return log-normal lengths, long-tailed like responses, with exactly this mean."""
     randomness = random.Random(seed)
     drawn = [randomness.lognormvariate(0.0, 0.6) for _ in range(count)]
     scale = mean * count / sum(drawn)
@@ -62,12 +62,12 @@ def response_lengths(count: int, mean: int, seed: int) -> list[int]:
 
 
 class Peer:
-    """Another way of the hop, behind a pipe: another interpreter, perhaps with other packages, and its own Ray."""
+    """Another implementation of the hop, behind a pipe: another interpreter, with its own packages and its own Ray."""
 
     def __init__(self, script: str, python: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.seconds: list[float] = []
-        """The peer's own times: the pipe is not its fault."""
+        """The peer's own times, which exclude the pipe."""
         self._process = subprocess.Popen(
             [str(python), str(ROOT / "benchmarks" / "peers" / script)],
             stdin=subprocess.PIPE,
@@ -78,22 +78,22 @@ class Peer:
         )
 
     def hop(self) -> None:
-        """One hop."""
+        """Run one hop."""
         self.seconds.append(self.ask(hop=True)["seconds"])
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """One request, one answer."""
+        """Send one request and return its answer."""
         stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None, "this end of the pipe was asked for"
-        assert stdout is not None, "so was this one"
+        assert stdin is not None, "the process has a pipe as input"
+        assert stdout is not None, "the process has a pipe as output"
         stdin.write(json.dumps(request) + "\n")
         stdin.flush()
         answer: dict[str, Any] = json.loads(stdout.readline())
         return answer
 
     def close(self) -> None:
-        """Let it end by itself, or end it."""
-        assert self._process.stdin is not None, "the pipe was asked for"
+        """Wait for the process to end, or terminate it."""
+        assert self._process.stdin is not None, "the process has a pipe as input"
         self._process.stdin.close()
         try:
             self._process.wait(timeout=20)
@@ -102,10 +102,10 @@ class Peer:
 
 
 def socket_bytes() -> int:
-    """Bytes that this process's TCP connections have carried so far, as the kernel counted them."""
+    """Return the number of bytes that this process's TCP connections have carried, by the kernel's count."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
-        # What is no socket, or was closed meanwhile, raises and does not count.
+        # Descriptors that are closed or not sockets raise an error and do not count.
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
@@ -114,7 +114,7 @@ def socket_bytes() -> int:
 
 
 def prompts_of(count: int) -> DataProto:
-    """The prompts, stored once each, and a row for every sample of them."""
+    """Return the prompts, stored once each, with a row for every sample."""
     num_prompts = count // SAMPLES_PER_PROMPT
     tokens = torch.zeros(num_prompts * PROMPT_TOKENS, dtype=torch.int32)
     batch = DataProto.from_dict(
@@ -125,7 +125,7 @@ def prompts_of(count: int) -> DataProto:
 
 
 def bytes_of(count: int, lengths: list[int]) -> int:
-    """All bytes of the six columns as they lie in the object store."""
+    """Return the bytes of all six columns in the object store."""
     total, num_prompts = sum(lengths), count // SAMPLES_PER_PROMPT
     columns: dict[str, Any] = {
         "prompts": jagged(torch.zeros(num_prompts * PROMPT_TOKENS, dtype=torch.int32), [PROMPT_TOKENS] * num_prompts),
@@ -139,14 +139,14 @@ def bytes_of(count: int, lengths: list[int]) -> int:
 
 
 def make_groups(context: RunContext, lengths: dict[str, list[int]]) -> tuple[RayWorkerGroup, RayWorkerGroup]:
-    """Producer and consumer, each a process of its own."""
+    """Return producer and consumer, in separate processes."""
     workers = "benchmarks.data_plane_workers"
     producer = RayWorkerGroup("actor", RayClassWithInitArgs(f"{workers}:Producer", lengths), Mesh(1), context)
     return producer, RayWorkerGroup("critic", RayClassWithInitArgs(f"{workers}:Consumer"), Mesh(1), context)
 
 
 def measure(bench: Benchmark, context: RunContext, peers: dict[str, Peer], repeats: int) -> None:
-    """Every size, every way, in turns."""
+    """Measure all sizes and implementations in turns."""
     lengths = {str(count): response_lengths(count, MEAN_RESPONSE, seed=count) for count in SIZES}
     lengths |= {f"short {count}": response_lengths(count, MEAN_RESPONSE // 10, seed=count) for count in SIZES}
     producer, consumer = make_groups(context, lengths)
@@ -156,7 +156,7 @@ def measure(bench: Benchmark, context: RunContext, peers: dict[str, Peer], repea
         def hop(name: str, batch: DataProto = batch) -> None:
             consumer.consume(batch.union(producer.produce(batch, name)))
 
-        made = {
+        facts = {
             name: peer.ask(lengths=lengths[str(count)], prompt_tokens=PROMPT_TOKENS) for name, peer in peers.items()
         }
         ways: dict[str, Callable[[], object]] = {"mrl": partial(hop, str(count))}
@@ -166,7 +166,7 @@ def measure(bench: Benchmark, context: RunContext, peers: dict[str, Peer], repea
         columns: dict[str, Any] = {}
         for name, timing in times.items():
             columns |= {f"{name}_ms": 1e3 * timing.median_s, f"{name}_spread_ms": 1e3 * timing.spread_s}
-        ours, padded = bytes_of(count, lengths[str(count)]), made["padded"]["bytes"]
+        ours, padded = bytes_of(count, lengths[str(count)]), facts["padded"]["bytes"]
         through, short = driver_bytes(partial(hop, str(count))), driver_bytes(partial(hop, f"short {count}"))
         columns |= {"mrl_MB": ours / 1e6, "padded_MB": padded / 1e6}
         bench.row(samples=count, **columns, driver_kB=through / 1e3, driver_kB_short=short / 1e3)
@@ -179,7 +179,7 @@ def measure(bench: Benchmark, context: RunContext, peers: dict[str, Peer], repea
 
 
 def driver_bytes(hop: Callable[[], None], repeats: int = 20) -> float:
-    """Bytes through the driver's sockets per hop."""
+    """Return the bytes through the driver's sockets per hop."""
     before = socket_bytes()
     for _ in range(repeats):
         hop()
@@ -187,7 +187,7 @@ def driver_bytes(hop: Callable[[], None], repeats: int = 20) -> float:
 
 
 def main() -> int:
-    """Measure, print, and say whether the goals are met."""
+    """Measure, print the results, and return whether the goals are met."""
     arguments = parser(__doc__ or "").parse_args()
     bench = Benchmark("data_plane")
     cluster = ClusterConfig(devices_per_node=2, device="cpu")

@@ -1,4 +1,4 @@
-"""The two ends of a hop: a worker that has samples, and one that reads them."""
+"""The two ends of a hop: a worker that has samples, and a worker that reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mrl.protocol.columns import Jagged, jagged
 
 
 class Producer(Worker):
-    """Has made its samples beforehand: only handing them over is timed."""
+    """Creates its samples in advance, so that only the transfer is timed."""
 
     def __init__(self, place: RankInfo, lengths: dict[str, list[int]]) -> None:
         super().__init__(place)
@@ -21,7 +21,7 @@ class Producer(Worker):
         writes=("responses", "response_mask", "rollout_log_probs", "scores"),
     )
     def produce(self, batch: DataProto, name: str) -> DataProto:
-        """Hand over the samples of that name."""
+        """Return the samples of this name."""
         return DataProto.from_dict(self._samples[name], row_ids=batch.row_ids)
 
 
@@ -33,7 +33,7 @@ class Consumer(Worker):
         reads=("prompts", "responses", "response_mask", "rollout_log_probs", "scores", "uid"),
     )
     def consume(self, batch: DataProto) -> float:
-        """Touch every response token and log-prob."""
+        """Read every response token and log-prob."""
         return sum(float(batch.values(name).sum()) for name in ("responses", "rollout_log_probs"))
 
 

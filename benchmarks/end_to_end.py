@@ -1,15 +1,16 @@
-"""Whole GRPO steps beside TRL's GRPOTrainer: same model, prompts, sampling and update, on the same cores.
+"""Whole GRPO steps compared with TRL's GRPOTrainer: same model, prompts, sampling and update, on the same cores.
 
     python benchmarks/end_to_end.py            # both sizes
     python benchmarks/end_to_end.py --only tiny
 
 tiny:  a model of 0.6 million parameters, 128 samples of at most 64 tokens
-long:  a model of 30 million, whose random weights end a response at each token with the same small chance, so that
-       lengths have a long tail, up to 512; our engine compiles its kernels before the first step, which does not count
+long:  a model of 30 million parameters, whose random weights end a response at each token with the same small
+       probability, so that lengths have a long tail, up to 512; mrl's engine compiles its kernels before the first
+       step, which does not count
 
-Both train in float32 with Adam, eight samples per prompt, one update per step. The two trainers run one after the
-other, several times in turns; what counts is the median step after the first two. `overhead` is what of our step is
-neither generation nor scoring nor training; `sync` the transfer of the weights with the proof of their arrival.
+Both train in float32 with Adam, eight samples per prompt, one update per step. The two trainers alternate several
+times; the result is the median step after the first two. `overhead` is the part of mrl's step without generation,
+scoring and training; `sync` is the transfer of the weights with its verification.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTLING_STEPS = 2
 LIMIT_S = 1200
 COMPUTE = ("rollout", "update_actor")
-"""Phases that generate or train; the rest of a step is overhead."""
+"""Phases that generate or train. The rest of a step is overhead."""
 
 CONFIG = """\
 run: {{name: {name}, dir: {directory}}}
@@ -67,11 +68,11 @@ class Scene:
     longest: int
     steps: int
     samples_per_micro_batch: int
-    """Of TRL, which cuts by samples; ours follow from tokens."""
+    """TRL's micro-batch size, in samples; mrl's micro-batches are cut by tokens."""
     eager: bool
-    """Whether they compile nothing, as suits the shortest runs."""
+    """Whether nothing is compiled, which suits the shortest runs."""
     goal: float
-    """Samples per second, over TRL's."""
+    """Smallest accepted ratio of samples per second, mrl's over TRL's."""
 
 
 SCENES = (
@@ -81,12 +82,12 @@ SCENES = (
 
 
 def shortness(sample: Any) -> float:
-    """What both trainers reward."""
+    """Return the reward that both trainers use."""
     return 1.0 - float(sample.num_response_tokens) / 512
 
 
 def make_model(scene: Scene, directory: Path) -> Path:
-    """A random model that ends a response at each token with a chance of about 1 in 260."""
+    """Create a random model that ends a response at each token with a probability of about 1 in 260."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -113,7 +114,7 @@ def make_model(scene: Scene, directory: Path) -> Path:
 
 
 def our_config(scene: Scene, model: Path, directory: Path, name: str, steps: int) -> Path:
-    """The configuration of our run, in a file."""
+    """Write the configuration of mrl's run to a file."""
     config = directory / f"{name}.yaml"
     config.write_text(
         CONFIG.format(
@@ -133,7 +134,7 @@ def our_config(scene: Scene, model: Path, directory: Path, name: str, steps: int
 
 
 def ours(scene: Scene, model: Path, directory: Path, name: str) -> list[dict[str, Any]]:
-    """The metrics of our steps."""
+    """Run mrl and return the metrics of its steps."""
     config = our_config(scene, model, directory, name, scene.steps)
     code = "import sys; from mrl.cli.main import main; sys.exit(main())"
     _run([sys.executable, "-c", code, "train", str(config)], directory / f"{name}.log")
@@ -141,7 +142,7 @@ def ours(scene: Scene, model: Path, directory: Path, name: str) -> list[dict[str
 
 
 def theirs(scene: Scene, model: Path, directory: Path, name: str) -> dict[str, list[float]]:
-    """TRL's seconds."""
+    """Run TRL and return its seconds."""
     from mrl.data.toy import TOY_TASKS
 
     rows = TOY_TASKS["addition"]()
@@ -156,12 +157,12 @@ def theirs(scene: Scene, model: Path, directory: Path, name: str) -> dict[str, l
         "steps": scene.steps,
         "lr": 1e-5,
     }
-    given, result = directory / f"{name}.json", directory / f"{name}-result.json"
-    given.write_text(json.dumps(task))
+    task_file, result = directory / f"{name}.json", directory / f"{name}-result.json"
+    task_file.write_text(json.dumps(task))
     script = ROOT / "benchmarks" / "peers" / "trl_grpo.py"
-    _run([str(TRL.python), str(script), str(given), str(result)], directory / f"{name}.log")
-    found: dict[str, list[float]] = json.loads(result.read_text())
-    return found
+    _run([str(TRL.python), str(script), str(task_file), str(result)], directory / f"{name}.log")
+    seconds: dict[str, list[float]] = json.loads(result.read_text())
+    return seconds
 
 
 def _run(command: list[str], log: Path) -> None:
@@ -170,11 +171,11 @@ def _run(command: list[str], log: Path) -> None:
     with log.open("w") as out:
         code = subprocess.run(command, stdout=out, stderr=out, env=environment, cwd=log.parent, timeout=LIMIT_S)
     if code.returncode:
-        raise SystemExit(f"{' '.join(command[:3])} left with {code.returncode}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(f"{' '.join(command[:3])} exited with {code.returncode}:\n{log.read_text()[-3000:]}")
 
 
 def compare(bench: Benchmark, scene: Scene, repeats: int, directory: Path) -> None:
-    """One size, in turns."""
+    """Compare one size, in turns."""
     model = make_model(scene, directory)
     our_steps: list[dict[str, Any]] = []
     their_steps: list[float] = []
@@ -182,17 +183,17 @@ def compare(bench: Benchmark, scene: Scene, repeats: int, directory: Path) -> No
     their_tokens: list[float] = []
     for number in range(repeats):
         our_steps += ours(scene, model, directory, f"ours-{scene.name}-{number}")[SETTLING_STEPS:]
-        found = theirs(scene, model, directory, f"trl-{scene.name}-{number}")
-        their_steps += found["step"][SETTLING_STEPS:]
-        their_generation += found["generation"][SETTLING_STEPS:]
-        their_tokens += found["tokens"][SETTLING_STEPS:]
+        their_result = theirs(scene, model, directory, f"trl-{scene.name}-{number}")
+        their_steps += their_result["step"][SETTLING_STEPS:]
+        their_generation += their_result["generation"][SETTLING_STEPS:]
+        their_tokens += their_result["tokens"][SETTLING_STEPS:]
     samples = scene.prompts * 8
     mine, peer = Timing(tuple(step["timing_s/step"] for step in our_steps)), Timing(tuple(their_steps))
     phases = {phase: Timing(tuple(step[f"timing_s/{phase}"] for step in our_steps)).median_s for phase in COMPUTE}
     overhead = Timing(
         tuple(1 - sum(step[f"timing_s/{phase}"] for phase in COMPUTE) / step["timing_s/step"] for step in our_steps)
     )
-    # With the digests of all that was sent and is held, and their comparison.
+    # Includes the digests of everything sent and received, and their comparison.
     sync = Timing(tuple(step["sync/seconds"] / step["timing_s/step"] for step in our_steps))
     bench.row(
         scene=scene.name,
@@ -218,8 +219,8 @@ def compare(bench: Benchmark, scene: Scene, repeats: int, directory: Path) -> No
 
 
 def main() -> int:
-    """Both trainers on each size, and what is missed."""
-    options = parser("Whole GRPO steps beside TRL's GRPOTrainer.")
+    """Run both trainers on each size, and return the exit status."""
+    options = parser("Whole GRPO steps compared with TRL's GRPOTrainer.")
     options.add_argument("--only", choices=[scene.name for scene in SCENES], help="one size")
     options.set_defaults(repeats=2)
     arguments = options.parse_args()

@@ -1,10 +1,10 @@
-"""Every benchmark in turn, as `make bench` runs them: one file of results, and a table of what was met.
+"""Every benchmark in turn, as run by `make bench`: one file of results, and a table of the goals.
 
     python benchmarks/everything.py [--only NAME ...] [--json FILE]
 
-Each runs in a process of its own with a limit of its own, as much of it as fits into half an hour with all others. One
-that cannot run, or runs out of time, says so in the results and in the table. All results of a machine are one file,
-`benchmarks/results/machines/CPU-CORES.json`. What took longer than this, `benchmarks/results/NAME.json`, stays.
+Each benchmark runs in a separate process with its own time limit, shortened so that all of them fit into half an hour.
+If one cannot run or runs out of time, the results and the table say so. All results of a machine are in one file,
+`benchmarks/results/machines/CPU-CORES.json`. Longer runs have their results in `benchmarks/results/NAME.json`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MACHINES = HERE / "results" / "machines"
 
 @dataclass(frozen=True)
 class Entry:
-    """A benchmark as it fits into half an hour with all others."""
+    """A benchmark in its short version."""
 
     name: str
     limit_s: int
@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def command(self) -> list[str]:
-        """What reproduces it."""
+        """Return the command that reproduces the results."""
         return ["python", f"benchmarks/{self.name}.py", *self.options]
 
 
@@ -77,7 +77,7 @@ SIMULATED = {entry.name for entry in ENTRIES if entry.simulated} | {"reshard_pla
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one benchmark."""
+    """Result of one benchmark."""
 
     entry: Entry
     seconds: float
@@ -85,38 +85,40 @@ class Outcome:
     why: str
 
     def as_json(self) -> dict[str, Any]:
-        """For the file of all results."""
-        said = {"command": " ".join(self.entry.command), "seconds": round(self.seconds, 1)}
-        found: dict[str, Any] = {"simulated": self.entry.simulated, **said}
-        return {**found, **self.report} if self.report else {**found, "not_run": self.why}
+        """Return the entry for the file of all results."""
+        run_facts = {"command": " ".join(self.entry.command), "seconds": round(self.seconds, 1)}
+        entry: dict[str, Any] = {"simulated": self.entry.simulated, **run_facts}
+        return {**entry, **self.report} if self.report else {**entry, "not_run": self.why}
 
 
 def run(entry: Entry, out: Path) -> Outcome:
-    """Run one, which writes its results there; what it prints is shown as it comes."""
+    """Run one benchmark, which writes its results to `out` and prints its progress."""
     began = time.monotonic()
     print(f"\n== {' '.join(entry.command)}", flush=True)
     command = [sys.executable, str(HERE.parent / entry.command[1]), *entry.options, "--json", str(out)]
     process = subprocess.Popen(command, cwd=HERE.parent, start_new_session=True)
     try:
-        why = f"left with {process.wait(entry.limit_s)} and wrote no results"
+        reason = f"exited with {process.wait(entry.limit_s)} and wrote no results"
     except subprocess.TimeoutExpired:
-        why = f"took more than {entry.limit_s} s"
+        reason = f"took more than {entry.limit_s} s"
     finally:
-        with suppress(ProcessLookupError):  # nobody of it is left
+        with suppress(ProcessLookupError):  # all of its processes have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     seconds = time.monotonic() - began
-    return Outcome(entry, seconds, json.loads(out.read_text()) if out.exists() else None, "" if out.exists() else why)
+    return Outcome(
+        entry, seconds, json.loads(out.read_text()) if out.exists() else None, "" if out.exists() else reason
+    )
 
 
 def own_file() -> Path:
-    """Where the results of a machine like this one lie."""
+    """Return the results file of machines like this one."""
     words = re.findall(r"[a-z0-9.]+", f"{node_facts.cpu_model()} {node_facts.usable_cpus()} cores".lower())
     return MACHINES / ("-".join(words) + ".json")
 
 
 def summary(outcomes: list[Outcome]) -> list[str]:
-    """A line per goal, and one for each benchmark that did not run."""
+    """Return one line per goal, and one for each benchmark that did not run."""
     lines = ["| benchmark | goal | value | |", "|---|---|---|---|"]
     for outcome in outcomes:
         name = f"`{' '.join(outcome.entry.command)}`" + (" (simulated)" if outcome.entry.simulated else "")
@@ -130,13 +132,13 @@ def summary(outcomes: list[Outcome]) -> list[str]:
 
 
 def main() -> int:
-    """All of them, or those named."""
+    """Run all benchmarks, or those named."""
     options = argparse.ArgumentParser(description="Every benchmark in turn.")
     names = [entry.name for entry in ENTRIES]
     options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    options.add_argument("--json", type=Path, default=own_file(), metavar="FILE", help="where results go")
+    options.add_argument("--json", type=Path, default=own_file(), metavar="FILE", help="file for the results")
     arguments = options.parse_args()
-    for peer in peer_environments.ALL:  # installing one is not the time of a benchmark
+    for peer in peer_environments.ALL:  # installing peers must not count as a benchmark's time
         if failed := peer.install():
             print(failed, flush=True)
     began = time.monotonic()
@@ -145,12 +147,18 @@ def main() -> int:
         outcomes = [run(entry, Path(made) / f"{entry.name}.json") for entry in chosen]
     table = summary(outcomes)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}  # what `--only` leaves out stays
-    known |= {each.entry.name: each.as_json() for each in outcomes}
+    known = (
+        json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+    )  # benchmarks left out by `--only` keep their results
+    known |= {outcome.entry.name: outcome.as_json() for outcome in outcomes}
     arguments.json.write_text(json.dumps(known, indent=2) + "\n")
     print("\n" + "\n".join(table))
     print(f"\n{(time.monotonic() - began) / 60:.1f} minutes")
-    missed = [each for each in outcomes if each.report is None or not all(goal["met"] for goal in each.report["goals"])]
+    missed = [
+        outcome
+        for outcome in outcomes
+        if outcome.report is None or not all(goal["met"] for goal in outcome.report["goals"])
+    ]
     return 1 if missed else 0
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing, rows, goals, the machine, and one JSON file.
+"""Common parts of the benchmarks: interleaved timing, rows, goals, facts about the machine, and one JSON file.
 
     bench = Benchmark("data_plane")
     times = interleave({"ours": ours, "peer": peer}, repeats=5)
@@ -6,7 +6,7 @@
     bench.goal("speedup of a hop", speedup(times["ours"], times["peer"]), at_least=10)
     return bench.finish(arguments)
 
-The exit status is 1 where a goal is missed. A difference smaller than the spread of the timings is reported as none.
+The exit status is 1 if a goal is missed. A difference smaller than the spread of the timings counts as no difference.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from mrl.preflight.node_facts import memory_bytes
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one thing took, each time that it was done."""
+    """Durations of repeated runs of one thing."""
 
     seconds: tuple[float, ...]
 
     @property
     def median_s(self) -> float:
-        """The middle one, which a single disturbed repeat cannot move."""
+        """Median, which a single disturbed repeat cannot change much."""
         return statistics.median(self.seconds)
 
     @property
     def spread_s(self) -> float:
-        """Between the quartiles: the width of the middle half, which a single disturbed repeat cannot stretch."""
+        """Interquartile range, which a single disturbed repeat cannot change much."""
         if len(self.seconds) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return high - low
 
     def columns(self, name: str) -> dict[str, float]:
-        """Median and spread as columns of a row."""
+        """Return median and spread as columns of a row."""
         return {f"{name}_s": self.median_s, f"{name}_spread_s": self.spread_s}
 
 
 def interleave(candidates: Mapping[str, Callable[[], object]], *, repeats: int, warm_ups: int = 1) -> dict[str, Timing]:
-    """Time every candidate `repeats` times in turns, so that a disturbance of the machine meets all of them alike."""
+    """Time every candidate `repeats` times in turns, so that disturbances of the machine affect all of them alike."""
     for candidate in candidates.values():
         for _ in range(warm_ups):
             candidate()
@@ -63,12 +63,12 @@ def interleave(candidates: Mapping[str, Callable[[], object]], *, repeats: int, 
             begin = time.perf_counter()
             candidates[name]()
             seconds[name].append(time.perf_counter() - begin)
-        order.reverse()  # nobody always follows the same neighbour
+        order.reverse()  # no candidate always follows the same neighbor
     return {name: Timing(tuple(measured)) for name, measured in seconds.items()}
 
 
 def speedup(ours: Timing, peer: Timing) -> float:
-    """How many times faster we are; exactly 1 where the difference drowns in the spread."""
+    """Return how many times faster `ours` is; exactly 1 if the difference is within the spread."""
     if abs(peer.median_s - ours.median_s) <= max(ours.spread_s, peer.spread_s):
         return 1.0
     return peer.median_s / ours.median_s
@@ -84,11 +84,11 @@ class Benchmark:
         self._load_before = os.getloadavg()
 
     def row(self, **columns: Any) -> None:
-        """One line of the table."""
+        """Add one line to the table."""
         self.rows.append(columns)
 
     def goal(self, name: str, value: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
-        """What the benchmark must reach, one bound; a value that is not a number misses it."""
+        """Add a goal with one bound. A value that is not a number misses it."""
         if at_least is not None and at_most is None:
             goal, met = f">= {at_least:g}", value >= at_least
         elif at_most is not None and at_least is None:
@@ -98,7 +98,7 @@ class Benchmark:
         self.goals.append({"name": name, "goal": goal, "value": value, "met": met})
 
     def report(self) -> dict[str, Any]:
-        """Everything that the JSON file holds. The machine is described, not named."""
+        """Return the content of the JSON file. It describes the machine, but does not name it."""
         load = {"load_average_before": self._load_before, "load_average_after": os.getloadavg()}
         return {
             "benchmark": self.name,
@@ -138,7 +138,7 @@ class Benchmark:
 
 
 def command(words: Sequence[str]) -> str:
-    """What reproduces a run: its command line, but for where the results went."""
+    """Return the command line that reproduces a run, without its results file."""
     file, *arguments = words
     if "--json" in arguments:
         at = arguments.index("--json")
@@ -147,15 +147,15 @@ def command(words: Sequence[str]) -> str:
 
 
 def parser(description: str, repeats: int = 5) -> argparse.ArgumentParser:
-    """The arguments that every benchmark takes."""
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
-    made.add_argument("--repeats", type=int, default=repeats, help=f"timings of each candidate (default {repeats})")
-    return made
+    """Return a parser with the common arguments of all benchmarks."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    options.add_argument("--repeats", type=int, default=repeats, help=f"timings of each candidate (default {repeats})")
+    return options
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows as aligned lines under their column names; a row may lack columns."""
+    """Return rows as aligned lines under their column names. Rows may have missing columns."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     cells = [columns, *([shown(row.get(column, "")) for column in columns] for row in rows)]
     widths = [max(len(line[index]) for line in cells) for index in range(len(columns))]
@@ -163,5 +163,5 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def shown(value: Any) -> str:
-    """A figure as tables have it."""
+    """Return a figure in the format of the tables."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,13 +1,13 @@
-"""A whole run, killed again and again at random moments, and resumed each time.
+"""A whole run that is killed at random moments and resumed each time.
 
     python benchmarks/killed_runs.py [--kills 50] [--mode synchronous] [--json FILE]
 
-`mrl train` with an actor of two ranks and a critic, which saves after every step. SIGKILL hits the process that was
-started, or now and then one of its workers, at a moment between the command and a few steps later. Each next attempt
-must find a checkpoint whose every file has the hash that the manifests say, and none older than the attempt before
-found. In the end the figures of all steps must be those of a run that nobody disturbed. Where batches are drawn ahead
-with weights in flight they cannot be: when weights come depends on the clock. Each step must have trained the samples
-of the same prompts then, nothing lost and nothing twice.
+`mrl train` with an actor of two ranks and a critic saves after every step. SIGKILL hits the started process, or now and
+then one of its workers, between the start and a few steps later. Each next attempt must find a checkpoint in which
+every file has the hash in the manifests, and never an older one than the previous attempt. In the end, the metrics of
+all steps must equal those of an undisturbed run. With batches drawn ahead and weights in flight they cannot be equal,
+because the arrival of weights depends on timing. Then each step must have trained samples of the same prompts, without
+losing or repeating any.
 """
 
 from __future__ import annotations
@@ -63,24 +63,24 @@ VLLM = ", vllm: {enforce_eager: true, kv_cache_memory_bytes: 67108864}"
 
 @dataclass
 class Attempt:
-    """A run that is going on."""
+    """A run under way."""
 
     process: subprocess.Popen[bytes]
     directory: Path
     log: Path
 
     def await_team(self, times_before: int) -> None:
-        """Return when all workers of this attempt have started."""
+        """Wait until all workers of this attempt have started."""
         deadline = time.monotonic() + LIMIT_S
         while num_starts(self.directory) <= times_before:
             if self.process.poll() is not None:
                 raise SystemExit(f"the run ended by itself:\n{self.log.read_text()[-4000:]}")
             if time.monotonic() > deadline:
-                raise SystemExit(f"no workers after {LIMIT_S:g} s:\n{self.log.read_text()[-4000:]}")
+                raise SystemExit(f"no workers started within {LIMIT_S:g} s:\n{self.log.read_text()[-4000:]}")
             time.sleep(0.05)
 
     def kill(self, victim: str) -> None:
-        """End the command itself, or one rank of its actor, at which the run ends by itself."""
+        """Kill the command itself, or one rank of its actor, after which the run ends by itself."""
         if self.process.poll() is not None:
             raise SystemExit(f"the run ended by itself:\n{self.log.read_text()[-4000:]}")
         os.kill(self.process.pid if victim == "command" else newest_actor(self.directory)[-1], signal.SIGKILL)
@@ -88,7 +88,7 @@ class Attempt:
 
 
 def start(config: Path, name: str, *overrides: str) -> Attempt:
-    """The command, as a user gives it."""
+    """Start the command like a user."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     log = config.parent / f"{name}.log"
     with log.open("wb") as out:
@@ -103,7 +103,7 @@ def start(config: Path, name: str, *overrides: str) -> Attempt:
 
 
 def num_starts(run: Path) -> int:
-    """How often all workers of a run have started."""
+    """Return how often all workers of a run have started."""
     events = run / "events.jsonl"
     if not events.exists():
         return 0
@@ -111,39 +111,39 @@ def num_starts(run: Path) -> int:
 
 
 def newest_actor(run: Path) -> list[int]:
-    """The processes of the actor that was started last."""
+    """Return the processes of the last started actor."""
     started = [record.event for record in read_events(run / "events.jsonl")]
     return [e.pids for e in started if isinstance(e, WorkersStarted) and e.role == "actor"][-1]
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run, without seconds."""
+    """Return the metrics of a run, without timing."""
     return [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
 
 
 def draws(run: Path, steps: int) -> list[list[str]]:
-    """Return of each step which prompts its samples answer."""
+    """Return the prompts of each step's samples."""
     paths = [run / "samples" / f"step-{step:06d}.parquet" for step in range(1, steps + 1)]
     return [sorted(pq.read_table(path, columns=["uid"])["uid"].to_pylist()) for path in paths]
 
 
 def finish(config: Path, name: str, steps: int, *overrides: str) -> str:
-    """Run to a step; what was said."""
+    """Run to a step, and return the output."""
     attempt = start(config, name, f"training.steps={steps}", *overrides)
     if attempt.process.wait(LIMIT_S + 10 * steps):
-        raise SystemExit(f"{name} left with {attempt.process.returncode}:\n{attempt.log.read_text()[-4000:]}")
+        raise SystemExit(f"{name} exited with {attempt.process.returncode}:\n{attempt.log.read_text()[-4000:]}")
     return attempt.log.read_text()
 
 
 def torment(bench: Benchmark, config: Path, kills: int, chance: random.Random, overrides: Sequence[str]) -> int:
-    """Kill and resume; the newest step that was saved."""
+    """Kill and resume the run repeatedly. Return the newest saved step."""
     newest = 0
     for number in range(kills):
         began = time.monotonic()
         run = config.parent / "runs" / "killed"
         starts = num_starts(run)
         attempt = start(config, "killed", *overrides)
-        if number % 10 == 9:  # before anything is trained
+        if number % 10 == 9:  # before training starts
             victim = "command"
             time.sleep(chance.uniform(0, 10))
         else:
@@ -151,27 +151,27 @@ def torment(bench: Benchmark, config: Path, kills: int, chance: random.Random, o
             attempt.await_team(starts)
             time.sleep(chance.uniform(0, 6))
         attempt.kill(victim)
-        said = attempt.log.read_text()
-        found = [line.rpartition("step-")[2] for line in said.splitlines() if "resumed from" in line]
-        resumed = int(found[0]) if found else None
+        output = attempt.log.read_text()
+        resumed_steps = [line.rpartition("step-")[2] for line in output.splitlines() if "resumed from" in line]
+        resumed = int(resumed_steps[0]) if resumed_steps else None
         bench.row(
             kill=number + 1,
             victim=victim,
             after_s=time.monotonic() - began,
             newest_before=newest,
             resumed_from=resumed,
-            refused="damaged" in said,
+            refused="damaged" in output,
         )
         newest = max(steps_in(run / "checkpoints"), default=0)
     return newest
 
 
 def main() -> int:
-    """Many attempts, one more to the end, and the same without a disturbance."""
+    """Run many attempts, a last one to the end, and an undisturbed run."""
     options = parser("A whole run, killed at random moments and resumed.")
     options.add_argument("--kills", type=int, default=50)
-    options.add_argument("--seed", type=int, default=1, help="of the moments")
-    options.add_argument("--mode", choices=MODES, default="synchronous", help="how far generation is ahead, and how")
+    options.add_argument("--seed", type=int, default=1, help="seed of the moments")
+    options.add_argument("--mode", choices=MODES, default="synchronous", help="how far generation runs ahead, and how")
     options.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     arguments = options.parse_args()
     from mrl.demo.model import make_model
@@ -189,18 +189,18 @@ def main() -> int:
         finish(config, "undisturbed", steps, *overrides)
         killed, undisturbed = (directory / "runs" / name for name in ("killed", "undisturbed"))
         is_exact = arguments.mode in ("synchronous", "between")
-        same = figures(killed) == figures(undisturbed)
+        figures_match = figures(killed) == figures(undisturbed)
         same_draws = arguments.mode == "synchronous" or draws(killed, steps) == draws(undisturbed, steps)
         events = list(read_events(killed / "events.jsonl"))
         unfinished = sum(isinstance(r.event, Warned) and r.event.about == "checkpoint" for r in events)
     resumed = [row for row in bench.rows if row["resumed_from"] is not None]
-    print(f"{len(resumed)} attempts got as far as to resume, {unfinished} saves were cut short, {steps} steps in all")
+    print(f"{len(resumed)} attempts resumed, {unfinished} saves were cut short, {steps} steps in total")
     wrong = [row for row in resumed if row["resumed_from"] != row["newest_before"]] + [
         row for row in bench.rows if row["refused"]
     ]
     bench.goal("resumes that found something else than the newest checkpoint", len(wrong), at_most=0)
     if is_exact:
-        bench.goal("figures of all steps are those of an undisturbed run", int(same), at_least=1)
+        bench.goal("figures of all steps are those of an undisturbed run", int(figures_match), at_least=1)
     if arguments.mode != "synchronous":
         bench.goal("steps trained the draws of an undisturbed run", int(same_draws), at_least=1)
     bench.goal("steps that were done", steps, at_least=arguments.kills // 5)

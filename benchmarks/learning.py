@@ -1,10 +1,10 @@
-"""Each algorithm on the demo's task, from the same half-taught model: sampled accuracy before and after.
+"""Each algorithm on the demo's task, from the same warmed-up model: sampled accuracy before and after.
 
     python benchmarks/learning.py [--seed 1] [--steps 60] [--only NAME ...] [--json FILE]
 
-`mrl demo` has the first six; the others are each one change of its GRPO, or of its PPO. The task is the sum of two
-numbers from 10 to 49; accuracy is that of answers sampled at temperature 1 to problems that are never trained on. All
-algorithms have the step sizes that PPO has in `mrl demo`.
+The first six algorithms are in `mrl demo`; the others each change one part of its GRPO or PPO. The task is the sum of
+two numbers from 10 to 49. Accuracy is that of answers sampled at temperature 1 to held-out problems. All algorithms use
+the step sizes of PPO in `mrl demo`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ CHANGES: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in ALGORI
     "KL in both": ("ppo", ["algorithm.kl={where: both}"]),
     "overlong": ("grpo", ["algorithm.overlong={buffer_tokens: 4}"]),
 }
-"""Name -> the demo's algorithm, and what is changed of it."""
+"""Name -> the demo's algorithm, and the changes to it."""
 GOAL = SUMS.goals[SUMS.solved]
 
 
 def main() -> int:
-    """One model, and every algorithm on it."""
+    """Train one model with every algorithm."""
     options = parser("Each algorithm on the demo's task.")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--steps", type=int, default=60)
@@ -54,19 +54,19 @@ def main() -> int:
     arguments = options.parse_args()
     bench = Benchmark("learning")
     with tempfile.TemporaryDirectory() as directory, ExitStack() as workplace:
-        here, console = Path(directory), Console(arguments.steps, quiet=True)
-        first = DemoSettings(here, arguments.seed)
+        run_directory, console = Path(directory), Console(arguments.steps, quiet=True)
+        first = DemoSettings(run_directory, arguments.seed)
         workplace.enter_context(ray_cluster(first.cluster))
         model = warm_model(first, console, {})
         for algorithm in arguments.only:
             seconds: dict[str, float] = {}
             begun_from, overrides = CHANGES[algorithm]
-            (here / algorithm).mkdir()
-            settings = DemoSettings(here / algorithm, arguments.seed, begun_from, steps=arguments.steps)
+            (run_directory / algorithm).mkdir()
+            settings = DemoSettings(run_directory / algorithm, arguments.seed, begun_from, steps=arguments.steps)
             goal = f"{algorithm}: sampled accuracy after {arguments.steps} steps"
             try:
                 result = learn(settings, model, console, seconds, overrides)
-            except MrlError as error:  # the others still have their turn
+            except MrlError as error:  # continue with the other algorithms
                 bench.row(algorithm=algorithm, failed=str(error))
                 bench.goal(goal, 0.0, at_least=GOAL)
                 continue

@@ -1,14 +1,15 @@
-"""Log-probs of tokens from hidden states, forward and backward: tiles of the vocabulary beside plain log_softmax.
+"""Log-probs of tokens from hidden states, forward and backward: tiles of the vocabulary compared with plain
+log_softmax.
 
     python benchmarks/logprob.py [--quick] [--json FILE]
 
-Every run is a process of its own, and the two candidates take turns. Inputs are float32 on a CPU, bfloat16 on a GPU
-(used where there is one). `extra` is the highest memory during forward and backward, beyond what stood when they began
-and beyond the gradients that they return: resident memory of the process on a CPU, allocated memory on a GPU. A
-candidate that does not fit into the limit (on a CPU 10 GiB of address space beyond the libraries) has that as result.
+Every run is a separate process, and the two candidates alternate. Inputs are float32 on a CPU, bfloat16 on a GPU (used
+if there is one). `extra` is the peak memory during forward and backward, without the memory at their start and without
+the returned gradients: resident memory of the process on a CPU, allocated memory on a GPU. If a candidate does not fit
+into the limit (on a CPU 10 GiB of address space beyond the libraries), this is its result.
 
-Errors are the largest absolute differences from float64 relative to the largest value. The gradient that comes from
-above is zero but for some tokens, so that float64 can check all that these give; it changes nothing in what is done.
+Errors are the largest absolute differences from float64, relative to the largest value. The incoming gradient is zero
+except for some tokens, so that float64 can check everything these contribute; the computation is the same.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ QUICK, GOAL = (2048, 128_256), (4096, 151_936)
 CPU_LIMIT_BYTES = 10 << 30
 NUM_CHECKED = 64
 MIB = 1 << 20
-TOLERANCE = 2e-2 if torch.cuda.is_available() else 1e-4  # gradients of bfloat16 have 8 bits
+TOLERANCE = 2e-2 if torch.cuda.is_available() else 1e-4  # bfloat16 gradients have 8 bits
 LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def tiled(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> Tensor:
-    """Ours."""
+    """Compute log-probs with mrl."""
     return token_log_probs(hidden_TH, weight_VH, labels_T, HeadOptions(len(weight_VH), 1.0, "none"))[0]
 
 
 def plain(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> Tensor:
-    """What everybody would write, in float32 as ours."""
+    """Compute log-probs in the obvious way, in float32 like mrl."""
     log_probs_TV = torch.log_softmax(hidden_TH @ weight_VH.t(), dim=-1, dtype=torch.float32)
     return log_probs_TV.gather(1, labels_T.unsqueeze(1)).squeeze(1)
 
@@ -57,13 +58,13 @@ CANDIDATES: dict[str, LogProbs] = {"ours": tiled, "plain": plain}
 
 
 class Case:
-    """Inputs of one size, the same in every process."""
+    """Inputs of one size, identical in every process."""
 
     def __init__(self, num_tokens: int, vocab: int, hidden: int) -> None:
         torch.manual_seed(0)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
-        # Logits of a spread that a trained model has.
+        # Logits with the spread of a trained model.
         self.hidden = torch.randn(num_tokens, hidden, device=self.device, dtype=dtype).requires_grad_()
         self.weight = (3 * hidden**-0.5 * torch.randn(vocab, hidden, device=self.device)).to(dtype).requires_grad_()
         self.labels = torch.randint(0, vocab, (num_tokens,), device=self.device)
@@ -72,15 +73,15 @@ class Case:
         self.d_log_probs[self.checked] = torch.randn(len(self.checked), device=self.device)
 
     def run(self, log_probs: LogProbs) -> Tensor:
-        """Forward and backward."""
+        """Run forward and backward."""
         log_probs_T = log_probs(self.hidden, self.weight, self.labels)
         log_probs_T.backward(self.d_log_probs)  # type: ignore[no-untyped-call]
         return log_probs_T.detach()
 
     def errors(self, log_probs_T: Tensor) -> dict[str, float]:
-        """Against float64, on the checked tokens."""
-        assert self.hidden.grad is not None, "backward left no gradient of the hidden states"
-        assert self.weight.grad is not None, "backward left no gradient of the weight"
+        """Return the errors relative to float64, on the checked tokens."""
+        assert self.hidden.grad is not None, "backward computed no gradient of the hidden states"
+        assert self.weight.grad is not None, "backward computed no gradient of the weight"
         hidden = self.hidden.detach()[self.checked].double().requires_grad_()
         weight = self.weight.detach().double().requires_grad_()
         expected = torch.log_softmax(hidden @ weight.t(), dim=-1)
@@ -93,17 +94,17 @@ class Case:
         }
 
 
-def _relative(found: Tensor, expected: Tensor | None) -> float:
+def _relative(actual: Tensor, expected: Tensor | None) -> float:
     assert expected is not None, "the reference has no gradient"
-    return float((found - expected).abs().max() / expected.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def measure(name: str, num_tokens: int, vocab: int, hidden: int) -> dict[str, float] | None:
-    """One run in this process; None where it does not fit."""
+    """Run once in this process; return None if it does not fit."""
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     if not torch.cuda.is_available():
         resource.setrlimit(resource.RLIMIT_AS, (_status_bytes("VmSize") + CPU_LIMIT_BYTES, unlimited[1]))
-    Case(64, 1000, hidden).run(CANDIDATES[name])  # threads and libraries are up
+    Case(64, 1000, hidden).run(CANDIDATES[name])  # start threads and load libraries
     try:
         case = Case(num_tokens, vocab, hidden)
         gradients = case.hidden.nbytes + case.weight.nbytes
@@ -121,7 +122,7 @@ def measure(name: str, num_tokens: int, vocab: int, hidden: int) -> dict[str, fl
 
 
 def _start_peak() -> int:
-    """Memory now; what follows counts towards a new peak."""
+    """Return the current memory, and start to measure the peak."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -144,7 +145,7 @@ def _status_bytes(name: str) -> int:
 
 
 def in_child(name: str, num_tokens: int, vocab: int, hidden: int) -> dict[str, float] | None:
-    """`measure` in a process of its own."""
+    """Run `measure` in a child process."""
     command = [sys.executable, __file__, "--hidden", str(hidden), "--measure", name, str(num_tokens), str(vocab)]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     measured: dict[str, float] | None = json.loads(finished.stdout.splitlines()[-1])
@@ -152,12 +153,12 @@ def in_child(name: str, num_tokens: int, vocab: int, hidden: int) -> dict[str, f
 
 
 def compare(bench: Benchmark, num_tokens: int, vocab: int, hidden: int, repeats: int) -> dict[str, Any]:
-    """One row: both candidates in turns, medians of what they measured."""
+    """Add one row: both candidates in turns, with medians of their measurements."""
     measured: dict[str, list[dict[str, float] | None]] = {name: [] for name in CANDIDATES}
     order = list(CANDIDATES)
     for _ in range(repeats):
         for name in order:
-            if None not in measured[name]:  # it will not fit the next time either
+            if None not in measured[name]:  # it would not fit the next time
                 measured[name].append(in_child(name, num_tokens, vocab, hidden))
         order.reverse()
     row: dict[str, Any] = {"tokens": num_tokens, "vocab": vocab, "hidden": hidden}
@@ -177,29 +178,29 @@ def compare(bench: Benchmark, num_tokens: int, vocab: int, hidden: int, repeats:
 
 
 def main() -> int:
-    """All sizes, or one; the size that has goals is repeated."""
-    arguments = parser("Log-probs in tiles beside plain log_softmax.")
+    """Measure all sizes, or one. The size with goals is repeated."""
+    arguments = parser("Log-probs in tiles compared with plain log_softmax.")
     arguments.add_argument("--quick", action="store_true", help="only {} tokens, {} words".format(*QUICK))
     arguments.add_argument("--hidden", type=int, default=1024)
     arguments.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
-    given = arguments.parse_args()
-    if given.measure:
-        name, num_tokens, vocab = given.measure
-        print(json.dumps(measure(name, int(num_tokens), int(vocab), given.hidden)))
+    options = arguments.parse_args()
+    if options.measure:
+        name, num_tokens, vocab = options.measure
+        print(json.dumps(measure(name, int(num_tokens), int(vocab), options.hidden)))
         return 0
     bench = Benchmark("logprob")
-    with_goals = QUICK if given.quick else GOAL
+    with_goals = QUICK if options.quick else GOAL
     errors: list[float] = []
-    for size in [QUICK] if given.quick else product(TOKENS, VOCABULARIES):
-        row = compare(bench, *size, given.hidden, given.repeats if size == with_goals else 1)
+    for size in [QUICK] if options.quick else product(TOKENS, VOCABULARIES):
+        row = compare(bench, *size, options.hidden, options.repeats if size == with_goals else 1)
         if size == with_goals:
-            # A plain log_softmax that does not fit leaves nothing to hold ours against.
+            # If plain log_softmax does not fit, there is nothing to compare with.
             bench.goal("extra memory, ours over plain", row.get("memory_ratio", float("nan")), at_most=0.1)
             bench.goal("time, ours over plain", row.get("time_ratio", float("nan")), at_most=1.3)
         if "ours_error" in row:
             errors += [row[f"ours_{name}"] for name in ("error", "d_hidden_error", "d_weight_error")]
     bench.goal("largest error of log-probs and gradients", max(errors), at_most=TOLERANCE)
-    return bench.finish(given)
+    return bench.finish(options)
 
 
 if __name__ == "__main__":

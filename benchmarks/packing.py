@@ -1,16 +1,16 @@
-"""Rows over data-parallel ranks and into micro-batches, beside Karmarkar-Karp and the lower bound.
+"""Distribution of rows over data-parallel ranks and micro-batches, compared with Karmarkar-Karp and the lower bound.
 
     python benchmarks/packing.py [--quick] [--json FILE]
 
-The work of a row of n tokens is 24,576 n + n^2, the formula that verl publishes for its 7B models. The peer splits the
-rows over ranks by the largest differencing method, takes for each rank ceil(tokens / budget) micro-batches, the most
-of any rank for all, and splits each rank's rows over them by the same method, the cheapest at both ends. It knows no
-budget: micro-batches above it are its violations.
+The work of a row of n tokens is 24,576 n + n^2, verl's published formula for its 7B models. The peer splits the rows
+over ranks by the largest differencing method, computes ceil(tokens / budget) micro-batches for each rank, uses the
+largest number for all ranks, and splits each rank's rows over them by the same method, with the cheapest at both ends.
+It has no budget: micro-batches above the budget are its violations.
 
-`bound` is max(work of all / ranks, work of the largest row): no plan ends before. `makespan` is the work of the busiest
-rank, `pipeline` the end of the slowest rank when four stages share its work in the one-forward-one-backward order,
-backward twice the work of forward; both in units of the bound (of a stage's quarter of it). `shuffled` is our pipeline
-with micro-batches in random order. `fewest` is ceil(tokens / (ranks x budget)).
+`bound` is max(total work / ranks, work of the largest row): no plan can be faster. `makespan` is the work of the
+busiest rank; `pipeline` is the end of the slowest rank when four stages share its work in one-forward-one-backward
+order, with backward twice the work of forward; both are in units of the bound (of a stage's quarter of it). `shuffled`
+is mrl's pipeline with micro-batches in random order. `fewest` is ceil(tokens / (ranks x budget)).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ NUM_STAGES = 4
 
 
 def make_lengths(kind: str, count: int) -> Integers:
-    """Lengths of prompt and response together, the same in every run."""
-    chance = np.random.default_rng(count)
+    """Return lengths of prompt and response together, the same in every run."""
+    generator = np.random.default_rng(count)
     drawn = {
-        "log-normal": chance.lognormal(7.0, 1.0, count),
-        "Zipf": 64.0 * chance.zipf(1.5, count),
+        "log-normal": generator.lognormal(7.0, 1.0, count),
+        "Zipf": 64.0 * generator.zipf(1.5, count),
         "constant": np.full(count, 2048.0),
     }
     return np.clip(drawn[kind], MIN_LENGTH, MAX_LENGTH).astype(np.int64)
 
 
 def plan_by_differences(lengths: Integers, num_ranks: int, budget: int) -> Plan:
-    """The peer."""
+    """Return the peer's plan."""
     costs = COST.of(lengths)
     shares = partition(costs, num_ranks)
     most = max(-(-int(lengths[share].sum()) // budget) for share in shares)
@@ -60,13 +60,13 @@ def plan_by_differences(lengths: Integers, num_ranks: int, budget: int) -> Plan:
 
 
 def cheapest_at_ends(parts: list[Integers], costs: npt.NDArray[np.float64]) -> list[Integers]:
-    """The order that suits a pipeline."""
+    """Return the order that suits a pipeline."""
     rising = sorted(parts, key=lambda part: float(costs[part].sum()))
     return rising[::2] + rising[1::2][::-1]
 
 
 def pipeline_makespan(costs: Sequence[float], num_stages: int) -> float:
-    """When the last stage-task ends: one forward, one backward, after as many forwards as stages follow."""
+    """Return the end of the last task in one-forward-one-backward order, after one warm-up forward per later stage."""
     forward = [cost / 3 / num_stages for cost in costs]
     orders = [stage_order(len(costs), num_stages - 1 - stage) for stage in range(num_stages)]
     ends: dict[tuple[int, int, bool], float] = {}
@@ -86,7 +86,7 @@ def pipeline_makespan(costs: Sequence[float], num_stages: int) -> float:
 
 
 def stage_order(count: int, warm_up: int) -> list[tuple[int, bool]]:
-    """What one stage does: micro-batch, and whether backward."""
+    """Return the tasks of one stage: micro-batch, and whether backward."""
     warm_up = min(warm_up, count)
     steady = [task for number in range(count - warm_up) for task in ((warm_up + number, False), (number, True))]
     return [
@@ -103,12 +103,12 @@ def _needed(stage: int, number: int, is_backward: bool, num_stages: int) -> tupl
 
 
 class Judged:
-    """What a plan is worth."""
+    """Quality of a plan."""
 
     def __init__(self, plan: Plan, lengths: Integers, budget: int) -> None:
-        found = np.sort(np.concatenate([part for parts in plan for part in parts]))
-        if not np.array_equal(found, np.arange(len(lengths))):
-            raise AssertionError("the plan loses or doubles rows")
+        rows = np.sort(np.concatenate([part for parts in plan for part in parts]))
+        if not np.array_equal(rows, np.arange(len(lengths))):
+            raise AssertionError("the plan loses or repeats rows")
         costs = COST.of(lengths)
         bound = max(costs.sum() / len(plan), costs.max())
         work = [[float(costs[part].sum()) for part in parts] for parts in plan]
@@ -116,8 +116,8 @@ class Judged:
         self.micro_batches = max(map(len, plan))
         self.makespan = float(max(map(sum, work)) / bound)
         self.pipeline = _pipeline(work, bound)
-        chance = np.random.default_rng(0)
-        self.shuffled = _pipeline([chance.permutation(rank).tolist() for rank in work], bound)
+        generator = np.random.default_rng(0)
+        self.shuffled = _pipeline([generator.permutation(rank).tolist() for rank in work], bound)
 
 
 def _pipeline(work: list[list[float]], bound: float) -> float:
@@ -125,7 +125,7 @@ def _pipeline(work: list[list[float]], bound: float) -> float:
 
 
 def measure(bench: Benchmark, lengths: Integers, names: dict[str, object], repeats: int) -> None:
-    """One row."""
+    """Add one row."""
     num_ranks, budget = int(str(names["ranks"])), int(str(names["budget"]))
 
     def ours() -> Plan:
@@ -135,19 +135,19 @@ def measure(bench: Benchmark, lengths: Integers, names: dict[str, object], repea
         return plan_by_differences(lengths, num_ranks, budget)
 
     times = interleave({"ours": ours, "kk": peer}, repeats=repeats)
-    mine, theirs = Judged(ours(), lengths, budget), Judged(peer(), lengths, budget)
+    own, peers = Judged(ours(), lengths, budget), Judged(peer(), lengths, budget)
     bench.row(
         **names,
         fewest=-(-int(lengths.sum()) // (num_ranks * budget)),
-        micro_batches=mine.micro_batches,
-        kk_micro_batches=theirs.micro_batches,
-        violations=mine.violations,
-        kk_violations=theirs.violations,
-        makespan=mine.makespan,
-        kk_makespan=theirs.makespan,
-        pipeline=mine.pipeline,
-        kk_pipeline=theirs.pipeline,
-        shuffled=mine.shuffled,
+        micro_batches=own.micro_batches,
+        kk_micro_batches=peers.micro_batches,
+        violations=own.violations,
+        kk_violations=peers.violations,
+        makespan=own.makespan,
+        kk_makespan=peers.makespan,
+        pipeline=own.pipeline,
+        kk_pipeline=peers.pipeline,
+        shuffled=own.shuffled,
         **times["ours"].columns("plan"),
         **times["kk"].columns("kk_plan"),
         speedup=speedup(times["ours"], times["kk"]),
@@ -155,7 +155,7 @@ def measure(bench: Benchmark, lengths: Integers, names: dict[str, object], repea
 
 
 def set_goals(bench: Benchmark) -> None:
-    """What must hold in every row."""
+    """Add the goals that every row must meet."""
     rows = bench.rows
     bench.goal("micro-batches above the budget", sum(row["violations"] for row in rows), at_most=0)
     bench.goal("worst makespan over the bound", max(row["makespan"] for row in rows), at_most=1.05)
@@ -169,19 +169,19 @@ def set_goals(bench: Benchmark) -> None:
 
 
 def main() -> int:
-    """Every distribution, size, number of ranks and budget."""
-    arguments = parser("Packing beside Karmarkar-Karp and the lower bound.")
+    """Measure every distribution, size, number of ranks and budget."""
+    arguments = parser("Packing compared with Karmarkar-Karp and the lower bound.")
     arguments.add_argument("--quick", action="store_true", help="only the smallest size")
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     bench = Benchmark("packing")
-    sizes = NUM_ROWS[:1] if given.quick else NUM_ROWS
+    sizes = NUM_ROWS[:1] if options.quick else NUM_ROWS
     for kind, count in product(("log-normal", "Zipf", "constant"), sizes):
         lengths = make_lengths(kind, count)
         for num_ranks, budget in product(NUM_RANKS, BUDGETS):
             names: dict[str, object] = {"lengths": kind, "rows": count, "ranks": num_ranks, "budget": budget}
-            measure(bench, lengths, names, given.repeats)
+            measure(bench, lengths, names, options.repeats)
     set_goals(bench)
-    return bench.finish(given)
+    return bench.finish(options)
 
 
 if __name__ == "__main__":

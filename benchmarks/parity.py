@@ -1,11 +1,11 @@
-"""Every family in every layout against transformers and against the one-rank run.
+"""Every family in every layout, compared with transformers and with the one-rank run.
 
-    python benchmarks/parity.py            # the table, and the faults that must show in it
+    python benchmarks/parity.py            # the table, and the faults that it must detect
     python benchmarks/parity.py --quick    # two families
 
-Columns: log-probs (values for a score head) against transformers, largest absolute difference in float32; then
-against one rank: loss and gradient norm of three updates, relative, and parameters after them, absolute. Each layout
-is cut into micro-batches of two sizes and the worse of the two is shown.
+Columns: log-probs (values for a score head) compared with transformers, as the largest absolute difference in float32;
+then, compared with one rank, relative differences of loss and gradient norm of three updates, and absolute differences
+of the parameters after them. Each layout is run with micro-batches of two sizes, and the worse result is shown.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Cell:
 
 
 def cells_of(family: str, head: Head, model: Path) -> list[Cell]:
-    """The layouts of one model, one rank first."""
+    """Return the layouts of one model, one rank first."""
     layouts = {"1": (1, Layout())} | (MOE if family in MOE_FAMILIES else DENSE)
     return [
         Cell(family, head, name, ranks, tuple(ParityCase(str(model), head, layout, budget) for budget in BUDGETS))
@@ -78,20 +78,20 @@ def cells_of(family: str, head: Head, model: Path) -> list[Cell]:
 
 
 def run_cells(cells: list[Cell]) -> dict[tuple[str, str, str], list[ParityResult]]:
-    """Every case, in as few worlds as there are sizes."""
-    found: dict[tuple[str, str, str], list[ParityResult]] = {}
+    """Run every case, with one world per number of ranks."""
+    results_by_layout: dict[tuple[str, str, str], list[ParityResult]] = {}
     for size in sorted({cell.num_ranks for cell in cells}):
-        mine = [cell for cell in cells if cell.num_ranks == size]
-        cases = [case for cell in mine for case in cell.cases]
+        cells_of_size = [cell for cell in cells if cell.num_ranks == size]
+        cases = [case for cell in cells_of_size for case in cell.cases]
         by_rank = run_distributed(size, measure, cases, timeout_s=WORLD_LIMIT_S)
         results = iter([merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)])
-        for cell in mine:
-            found[cell.family, cell.head, cell.layout] = [next(results) for _ in cell.cases]
-    return found
+        for cell in cells_of_size:
+            results_by_layout[cell.family, cell.head, cell.layout] = [next(results) for _ in cell.cases]
+    return results_by_layout
 
 
 def worst(one: ParityResult, results: list[ParityResult]) -> Difference:
-    """The larger of each difference over the budgets."""
+    """Return the larger of each difference over the budgets."""
     differences = [Difference.between(one, result) for result in results]
     names = Difference.__dataclass_fields__
     return Difference(**{name: max(getattr(difference, name) for difference in differences) for name in names})
@@ -100,9 +100,12 @@ def worst(one: ParityResult, results: list[ParityResult]) -> Difference:
 def table(bench: Benchmark, models: dict[tuple[str, Head], Path]) -> None:
     """Measure and report every model in every layout."""
     cells = [cell for (family, head), model in models.items() for cell in cells_of(family, head, model)]
-    found = run_cells(cells)
+    results_by_layout = run_cells(cells)
     for cell in cells:
-        results, one = found[cell.family, cell.head, cell.layout], found[cell.family, cell.head, "1"][0]
+        results, one = (
+            results_by_layout[cell.family, cell.head, cell.layout],
+            results_by_layout[cell.family, cell.head, "1"][0],
+        )
         oracle = transformers_scores(models[cell.family, cell.head], cell.cases[0])
         against_oracle = max(float(np.abs(result.scores - oracle).max()) for result in results)
         difference = worst(one, results)
@@ -121,7 +124,7 @@ def table(bench: Benchmark, models: dict[tuple[str, Head], Path]) -> None:
 
 
 def faults(bench: Benchmark, directory: Path) -> None:
-    """Each seeded fault must push its layout out of the goals that the table keeps."""
+    """Seed each fault: its layout must miss the goals of the table."""
     missed = []
     for name, fault in FAULTS.items():
         model = make_tiny(fault.family, directory / f"fault-{name.replace(' ', '-')}", 0, fault.head)
@@ -143,7 +146,7 @@ def faults(bench: Benchmark, directory: Path) -> None:
 
 
 def main() -> int:
-    """Build the tiny models, measure, report."""
+    """Build the tiny models, measure, and report."""
     options = parser("Every family in every layout, against transformers and one rank.")
     options.add_argument("--quick", action="store_true", help="two families, no faults")
     arguments = options.parse_args()

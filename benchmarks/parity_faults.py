@@ -1,4 +1,4 @@
-"""Faults to seed into a layout, each of which the parity table must notice."""
+"""Faults to seed into a layout. The parity table must detect each of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mrl.verify.parity import ParityCase, RankResult, measure_one
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a fault is seeded, and what replaces what: (object, attribute, replacement made from the original)."""
+    """Place of a fault and its replacement: (object, attribute, replacement created from the original)."""
 
     family: str
     head: Head
@@ -30,7 +30,7 @@ class Fault:
 
 
 def measure_with_fault(name: str, case: ParityCase) -> RankResult:
-    """One case on this rank, with the fault in place."""
+    """Measure one case on this rank, with the fault in place."""
     fault = FAULTS[name]
     original = getattr(fault.target, fault.attribute)
     with mock.patch.object(fault.target, fault.attribute, fault.broken(original)):
@@ -68,8 +68,8 @@ def _expert_skipped(original: Any) -> Any:
 
 
 def _padding_unmasked(original: Any) -> Any:
-    def options(**given: Any) -> Any:
-        return original(**given | {"vocab": given["vocab"] + 1})
+    def options(**arguments: Any) -> Any:
+        return original(**arguments | {"vocab": arguments["vocab"] + 1})
 
     return options
 
@@ -81,7 +81,7 @@ def _position_shifted(original: Any) -> Any:
         if len(ends) > 2:
             ends[1] += 1
         batch.params.cu_seqlens_q = ends
-        batch.params.max_seqlen_q += 1  # the longest row may be the one that grew
+        batch.params.max_seqlen_q += 1  # the longest row may have grown
         return batch
 
     return pack
@@ -89,7 +89,7 @@ def _position_shifted(original: Any) -> Any:
 
 def _not_reduced(original: Any) -> Any:
     def finalize(*arguments: Any, **options: Any) -> None:
-        """Every rank keeps its own gradients."""
+        """Keep the gradients of each rank."""
 
     return finalize
 

@@ -1,8 +1,8 @@
-"""What ours is compared with, each in an environment of its own under `.venv-peers/`, made when it is first needed.
+"""Separate environments for the peers under `.venv-peers/`, created when first needed.
 
-    python benchmarks/peer_environments.py        # makes all of them: several minutes, and 4 GB
+    python benchmarks/peer_environments.py        # creates all of them: several minutes, and 4 GB
 
-A peer whose environment cannot be made is not compared, and its benchmark says why.
+If the environment of a peer cannot be created, its benchmark says why, and skips the comparison.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ PIP = ("-m", "pip", "install", "-q")
 
 @dataclass(frozen=True)
 class PeerEnvironment:
-    """One environment."""
+    """Environment of one peer."""
 
     name: str
     module: str
-    """What can be imported when it is complete."""
+    """Module that can be imported when the environment is complete."""
     without_needs: tuple[str, ...]
-    """Installed as they are: what they need beside what is named here, nothing here uses."""
+    """Packages installed without their dependencies, which are either listed here or not used."""
     needs: tuple[str, ...]
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Path of the environment's interpreter."""
         return FOLDER / self.name / "bin" / "python"
 
     def install(self) -> str:
-        """Make it where there is none; why that failed, or nothing."""
+        """Create the environment unless it exists. Return the error, or an empty text."""
         if self.python.exists() and not self.run(RUN_TIMEOUT_S, "-c", f"import {self.module}"):
             return ""
-        print(f"making an environment for {self.name}: some minutes, once", flush=True)
+        print(f"creating an environment for {self.name}: this takes some minutes, once", flush=True)
         venv.create(FOLDER / self.name, with_pip=True)
-        wanted = [("--no-deps", *self.without_needs)] * bool(self.without_needs) + [self.needs]
-        for requirements in wanted:
+        package_lists = [("--no-deps", *self.without_needs)] * bool(self.without_needs) + [self.needs]
+        for requirements in package_lists:
             if failed := self.run(INSTALL_TIMEOUT_S, *PIP, *requirements):
                 return f"{self.name} cannot be installed: {failed}"
         return ""
 
     def run(self, timeout_s: int, *arguments: str) -> str:
-        """Run its interpreter; the last line of what went wrong, or nothing."""
+        """Run the environment's interpreter. Return the last line of the error, or an empty text."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         environment |= {"TORCH_COMPILE_DISABLE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 [str(self.python), *arguments],
                 env=environment,
                 capture_output=True,
@@ -63,7 +63,7 @@ class PeerEnvironment:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return str(error)
-        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return "" if result.returncode == 0 else (result.stderr.strip().splitlines() or ["no output"])[-1]
 
 
 VERL = PeerEnvironment(
@@ -88,9 +88,9 @@ ALL = (VERL, TRL, TRANSFER_QUEUE)
 
 
 def main() -> int:
-    """Make all."""
-    failures = [why for why in (environment.install() for environment in ALL) if why]
-    print("\n".join(failures or ["all peers are there"]))
+    """Create all environments."""
+    failures = [error for error in (environment.install() for environment in ALL) if error]
+    print("\n".join(failures or ["all peers are installed"]))
     return 1 if failures else 0
 
 

@@ -1,16 +1,16 @@
-"""What `mrl plan` predicts for runs whose step times others have published. Nothing is measured here.
+"""Predictions of `mrl plan` for published step times. Nothing is measured here.
 
-The rows are NeMo-RL's table of GRPO on OpenMathInstruct-2 (versions 0.5 and 0.6): the only one that names layouts,
-batch sizes and mean lengths. They ran another trainer, on other kernels: what is compared is whether the model of time
-has the right terms. Left out are its models of a family that mrl has not, and the run that is eight steps off-policy.
+The rows are NeMo-RL's table of GRPO on OpenMathInstruct-2 (versions 0.5 and 0.6), the only one with layouts, batch
+sizes and mean lengths. They used another trainer with other kernels: the question is whether the model of time has the
+right terms. Left out are models of a family that mrl does not support, and the run that is eight steps off-policy.
 
-The constants in `mrl/plan/assumptions.py` are round numbers from before the comparison. After it, for all rows alike,
-the engine's reserve went from 3 to 2 GiB, and samples that do not fit at once came to be of all ages. No row has a
-constant of its own.
+The constants in `mrl/plan/assumptions.py` are round numbers from before the comparison. After it, for all rows, the
+engine's reserve changed from 3 to 2 GiB, and samples that do not fit at once are now assumed to be of all ages. No row
+has its own constant.
 
-What the table does not say is assumed: prompts of 110 tokens (the published tokens per second agree with that),
-512 samples per update, a pass for old and one for reference log-probs, micro-batches of one longest sample. With
-`1-off` the engines have half of the devices, and a step takes as long as the longer of generation and training.
+Facts missing in the table are assumed: prompts of 110 tokens (the published tokens per second agree with that), 512
+samples per update, one pass for old and one for reference log-probs, micro-batches of one longest sample. With `1-off`
+the engines have half of the devices, and a step takes as long as the longer of generation and training.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Row:
     seconds: float
     hardware: str = "h100"
     domain: int = 8
-    """GPUs that NVLink connects."""
+    """Number of GPUs connected by NVLink."""
     split: bool = False
-    """Engines and trainer on half of the GPUs each, both at a time."""
+    """Whether engines and trainer have half of the GPUs each, and work at the same time."""
     megatron: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,7 +89,7 @@ ROWS = [
 
 
 def subject_of(row: Row) -> PlanInput:
-    """The run as a configuration of mrl."""
+    """Return the run as a configuration of mrl."""
     parts = {"train": row.gpus // 2, "rollout": row.gpus // 2} if row.split else {"train": row.gpus}
     roles = {"actor": "train"} | ({"rollout": "rollout"} if row.split else {})
     config = Config(
@@ -97,7 +97,7 @@ def subject_of(row: Row) -> PlanInput:
         cluster=ClusterConfig(nodes=-(-row.gpus // row.domain), devices_per_node=row.domain, device="gpu"),
         placement=PlacementConfig(pools=parts, roles=roles),
         model=ModelConfig(path=row.model),
-        # KL in the reward has old log-probs computed, as that trainer always does unless it is told not to.
+        # KL in the reward needs old log-probs, which that trainer always computes by default.
         algorithm=AlgorithmConfig(advantage="grpo", kl=KlConfig(where="reward")),
         data=DataConfig(train={}),
         reward=RewardConfig(functions={}),
@@ -119,23 +119,23 @@ def subject_of(row: Row) -> PlanInput:
 
 
 def predictions() -> Iterator[dict[str, Any]]:
-    """One line for each published run."""
+    """Yield one line for each published run."""
     for row in ROWS:
         plan = plan_time(subject_of(row), Lengths(PROMPT_TOKENS, row.mean_response))
-        of = {phase.name: phase.seconds for phase in plan.phases}
-        rest = plan.seconds - of["rollout"] - of["weights"]
-        seconds = of["weights"] + max(of["rollout"], rest) if row.split else plan.seconds
+        phase_seconds = {phase.name: phase.seconds for phase in plan.phases}
+        rest = plan.seconds - phase_seconds["rollout"] - phase_seconds["weights"]
+        seconds = phase_seconds["weights"] + max(phase_seconds["rollout"], rest) if row.split else plan.seconds
         yield {
             "run": f"{row.model} {row.gpus} {row.hardware}{' 1-off' if row.split else ''}",
             "predicted_s": seconds,
             "published_s": row.seconds,
             "error": seconds / row.seconds - 1,
-            **{f"{name.replace(' ', '_')}_s": value for name, value in of.items()},
+            **{f"{name.replace(' ', '_')}_s": value for name, value in phase_seconds.items()},
         }
 
 
 def main() -> int:
-    """Predict, compare, and say what is missed."""
+    """Predict, compare, print the results, and return the exit status."""
     arguments = parser("Compare the step times that `mrl plan` predicts with published ones.").parse_args()
     bench = Benchmark("plan")
     for line in predictions():

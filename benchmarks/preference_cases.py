@@ -1,6 +1,6 @@
-"""The random cases of `preferences.py`, and mrl's answer to each of TRL's functions.
+"""Random cases for `preferences.py`, and mrl's result for each of TRL's functions.
 
-A case has P pairs as TRL reads them: padded arrays of 2P rows, first the chosen responses, then the rejected ones.
+A case has P pairs in TRL's format: padded arrays with 2P rows, first the chosen responses, then the rejected ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VOCABULARY = 7
 
 
 def make_case(seed: int) -> dict[str, Any]:
-    """Responses of 1 to 9 tokens, some of them not the response's own, some log-ratios far out; noise under masks."""
+    """Create responses of 1 to 9 tokens, some of them from others, some with extreme log-ratios; noise under masks."""
     rng = np.random.default_rng(seed)
     num_pairs, width = int(rng.integers(1, 6)), 9
     shape = (2 * num_pairs, width)
@@ -30,7 +30,7 @@ def make_case(seed: int) -> dict[str, Any]:
     mask = (np.arange(width) < lengths[:, None]) & (rng.random(shape) < 0.8)
     mask[:, 0] = True
     log_probs = -0.001 - np.abs(rng.normal(size=shape))
-    moved = rng.normal(size=shape) * np.where(rng.random(shape) < 0.1, 8.0, 0.5)
+    log_ratios = rng.normal(size=shape) * np.where(rng.random(shape) < 0.1, 8.0, 0.5)
     settings = {
         "beta": (0.05, 0.1, 0.5, 2.0),
         "smoothing": (0.05, 0.1, 0.3),
@@ -43,7 +43,7 @@ def make_case(seed: int) -> dict[str, Any]:
         "lengths": lengths,
         "mask": mask.astype(np.float64),
         "log_probs": log_probs,
-        "ref_log_probs": log_probs + moved,
+        "ref_log_probs": log_probs + log_ratios,
         "scores": rng.normal(size=shape[0]) * 3,
         "labels": rng.normal(size=shape[0]),
         "logits": rng.normal(size=(*shape, VOCABULARY)) * 3,
@@ -53,7 +53,7 @@ def make_case(seed: int) -> dict[str, Any]:
 
 
 def pairs_of(case: Packed) -> tuple[Pairs, RankingTotals]:
-    """The pairs of a case, each the responses to a prompt of its own."""
+    """Return the pairs of a case, each with the responses to a separate prompt."""
     group_B, rank_B = torch.arange(case.rows.num_rows) % _num_pairs(case), _rank(case)
     return Pairs.of(group_B, rank_B), RankingTotals.of(group_B)
 
@@ -66,13 +66,13 @@ def _rank(case: Packed) -> Tensor:
     return (torch.arange(case.rows.num_rows) >= _num_pairs(case)).long()
 
 
-def _outputs(objective: Objective, of: Tensor) -> Outputs:
-    (gradient,) = torch.autograd.grad(objective.loss, of)
+def _outputs(objective: Objective, variable: Tensor) -> Outputs:
+    (gradient,) = torch.autograd.grad(objective.loss, variable)
     return {**objective.reports, "loss": objective.loss, "gradient": gradient}
 
 
 def preference(loss: str, *read: str, reference: bool = True, **fixed: Any) -> Function:
-    """A loss of pairs that reads these settings of the case beside beta."""
+    """Return a function for a loss of pairs that reads beta and these settings of the case."""
 
     def run(case: Packed) -> Outputs:
         pairs, totals = pairs_of(case)
@@ -88,7 +88,7 @@ def preference(loss: str, *read: str, reference: bool = True, **fixed: Any) -> F
 
 
 def reward(*read: str, margin: bool = False) -> Function:
-    """The loss of a reward model."""
+    """Return a function for the loss of a reward model."""
 
     def run(case: Packed) -> Outputs:
         pairs, totals = pairs_of(case)
@@ -100,7 +100,7 @@ def reward(*read: str, margin: bool = False) -> Function:
 
 
 def distillation(beta: float) -> Function:
-    """A divergence from a teacher, and its gradient by the logits as `mrl/engine/vocab_divergence.py` has it."""
+    """Return a function for a divergence from a teacher and its gradient with respect to the logits."""
 
     def run(case: Packed) -> Outputs:
         temperature = case.case["temperature"]
@@ -141,4 +141,4 @@ OURS: dict[str, Function] = {
     "reward, margin, centered": reward("centering", margin=True),
     **{f"gkd, beta {beta:g}": distillation(beta) for beta in (0.0, 0.1, 0.5, 1.0)},
 }
-"""By the names that `peers/trl_preferences.py` has."""
+"""Functions by the names in `peers/trl_preferences.py`."""

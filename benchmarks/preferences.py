@@ -2,10 +2,10 @@
 
     python benchmarks/preferences.py [--json FILE] [--num-cases N]
 
-As `algorithms.py` does for RL. TRL runs in an environment of its own, on random cases: ragged responses with tokens
-that are not their own, noise under every mask, several pairs, and settings of all sizes. Losses, gradients by each
-log-prob, score or logit, and what is reported are compared, relative to the largest number of each. Everything is
-float64 but for TRL's odds ratios. Exit status 1 if a goal is missed.
+This works like `algorithms.py` for RL. TRL runs in a separate environment, on random cases: ragged responses with
+tokens from others, noise under every mask, several pairs, and settings of all sizes. Losses, metrics, and gradients
+with respect to each log-prob, score or logit are compared, relative to the largest number of each. Everything is
+float64 except TRL's odds ratios. The exit status is 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from benchmarks.preference_cases import OURS, make_case
 MIN_FUNCTIONS = 25
 
 INTENDED_DIFFERENCES = (
-    "TRL's ipo is ipo_mean here, its sigmoid_norm is sigmoid with average; ipo_sum is its CPO's function, given sums",
-    "rewards and accuracy of ipo and sigmoid_norm: of means here, as the loss is; TRL's DPOTrainer reports sums",
-    "conservative DPO: in TRL aot and aot_unpaired of a single pair; of several they sort the batch",
-    "ORPO's likelihood: of the response's own tokens here; TRL adds the prompt's",
-    "ORPO's odds ratio: float32 in TRL, where a small margin of rewards is rounding, and not compared",
-    "a tie counts half in the accuracy here; TRL counts it as wrong",
-    "log_prob/chosen and /rejected: of a token here; TRL reports those of responses",
-    "NaN under a mask: harmless here; TRL's CPO and ORPO multiply it by 0, which is NaN",
+    "TRL's ipo is mrl's ipo_mean, its sigmoid_norm is sigmoid with average; ipo_sum is its CPO's function of sums",
+    "rewards and accuracy of ipo and sigmoid_norm: of means in mrl, like the loss; TRL's DPOTrainer reports sums",
+    "conservative DPO: TRL's aot and aot_unpaired of a single pair; with several pairs they sort the batch",
+    "ORPO's likelihood: of the response's tokens in mrl; TRL adds the prompt's",
+    "ORPO's odds ratio: float32 in TRL, so that small reward margins are rounding errors and not compared",
+    "a tie counts half in mrl's accuracy; TRL counts it as wrong",
+    "log_prob/chosen and /rejected: per token in mrl; TRL reports those of responses",
+    "NaN under a mask: harmless in mrl; TRL's CPO and ORPO multiply it by 0, which gives NaN",
 )
 
 
 def largest(expected: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What differences are relative to: the largest number of an output, 1 where all are 0."""
+    """Return the scale of the differences: the largest number of an output, or 1 if all are 0."""
     return np.asarray(np.abs(expected).max() or 1.0)
 
 
 def main() -> int:
-    """Run TRL, compare, print and say what is missed."""
+    """Run TRL, compare, print the results, and return the exit status."""
     arguments_parser = parser("Compare mrl's losses of pairs and divergences from a teacher with TRL's.")
     arguments_parser.add_argument("--num-cases", type=int, default=40, help="random cases per function (default 40)")
     arguments = arguments_parser.parse_args()

@@ -1,15 +1,15 @@
-"""`mrl demo --task preferences` over seeds, beside controls that start from the same warmed-up model and its answers.
+"""`mrl demo --task preferences` for several seeds, with controls that start from the same warmed-up model and its
+answers.
 
     python benchmarks/preferences_demo.py [--seeds 1 2 3] [--steps 25] [--only NAME ...] [--json FILE]
 
-judged:        the demo
-shuffled:      the judge prefers either answer as often, so that nothing can be learned of it
-gamed:         few problems, a judge who errs in 30 % of the pairs, and no KL: over-optimized on purpose
-gamed with KL: by the same reward model, with KL in the reward
-dpo:           the demo's pairs, and no reward model: `mrl dpo` on the warmed-up model
+judged:        the demo shuffled:      the judge prefers either answer equally often, so that there is nothing to learn
+gamed:         few problems, a judge that is wrong in 30 % of the pairs, and no KL: over-optimized on purpose gamed with
+KL: the same reward model, with KL in the reward dpo:           the demo's pairs without a reward model: `mrl dpo` on
+the warmed-up model
 
-Accuracy is that of sampled answers to problems that are never trained on, by the rule that made the pairs: at the best
-validation and at the last. Proxy is what the reward model says of them.
+Accuracy is that of sampled answers to held-out problems, by the rule that created the pairs, at the best and at the
+last validation. Proxy is the reward model's score of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mrl.trainer.sft import train_sft
 
 MINUTES = 7.0
 Judge = tuple[float, int | None]
-"""Share of the pairs that it has the wrong way round, and of how many problems it sees answers; None is of all."""
+"""Share of pairs in the wrong order, and number of problems whose answers the judge sees; None for all problems."""
 GAMED: Judge = (0.3, 300)
 RUNS: dict[str, tuple[Judge, list[str]]] = {
     "judged": ((0.0, None), []),
@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[Judge, list[str]]] = {
     "gamed": (GAMED, ["algorithm.kl.where=none"]),
     "gamed with KL": (GAMED, ["algorithm.kl.coef=0.3"]),
 }
-"""Name -> how it is judged, and what is changed of the demo's configuration."""
+"""Name -> the judge, and the changes to the demo's configuration."""
 DPO = """\
 run: {name: dpo}
 cluster: {device: cpu}
@@ -73,7 +73,7 @@ Rows = dict[str, dict[str, Any]]
 
 
 def main() -> int:
-    """One model a seed, and one set of its answers, which all of them begin with."""
+    """Create one model and one set of its answers per seed, as the start of all runs."""
     options = parser("The demo's preferences and their controls.")
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--steps", type=int, default=PREFERENCES.steps)
@@ -98,48 +98,48 @@ def _runs_of(directory: Path, seed: int, steps: int, names: list[str]) -> Rows:
     judges: dict[Judge, tuple[Path, float]] = {}
     first = DemoSettings(directory, seed, "grpo", steps=steps, task=PREFERENCES)
     with ray_cluster(first.cluster):
-        begun: dict[str, float] = {}
-        model = warm_model(first, console, begun)
+        start_seconds: dict[str, float] = {}
+        model = warm_model(first, console, start_seconds)
         values = values_of(first, model)
-        samples = timed(begun, "samples", lambda: sample_policy(values, directory))
+        samples = timed(start_seconds, "samples", lambda: sample_policy(values, directory))
         if "dpo" in names:
             rows["dpo"] = _by_pairs(seed, values, samples, directory, console)
         for name in [name for name in names if name in RUNS]:
             judge, changes = RUNS[name]
-            here = directory / name.replace(" ", "-")
-            here.mkdir()
-            settings, seconds = replace(first, directory=here), dict(begun)
+            run_directory = directory / name.replace(" ", "-")
+            run_directory.mkdir()
+            settings, seconds = replace(first, directory=run_directory), dict(start_seconds)
             if judge not in judges:
-                again = [*values, f"run.dir={here}"]
-                judges[judge] = timed(seconds, "rm", partial(train_judged, samples, again, console, *judge))
+                overrides = [*values, f"run.dir={run_directory}"]
+                judges[judge] = timed(seconds, "rm", partial(train_judged, samples, overrides, console, *judge))
             result = learn(settings, model, console, seconds, changes, judges[judge][0])
-            rows[name] = _row(name, seed, result, judges[judge][1], here / PREFERENCES.run)
+            rows[name] = _row(name, seed, result, judges[judge][1], run_directory / PREFERENCES.run)
             _show(rows[name])
     return rows
 
 
 def _by_pairs(seed: int, values: list[str], samples: Path, directory: Path, console: Console) -> dict[str, Any]:
-    """Train by DPO on the demo's pairs; accuracy before and after is that of sampled answers."""
-    config, here = directory / "dpo.yaml", directory / "by-pairs"
+    """Train by DPO on the demo's pairs. Accuracy before and after is that of sampled answers."""
+    config, run_directory = directory / "dpo.yaml", directory / "by-pairs"
     config.write_text(DPO)
-    (here / "logs").mkdir(parents=True)
-    told = [f"data.{part}.pairs.options.samples={samples}" for part in ("train", "validation")]
-    with open_run(load_config_of("dpo", str(config), [*values, *told]), console) as run:
+    (run_directory / "logs").mkdir(parents=True)
+    overrides = [f"data.{part}.pairs.options.samples={samples}" for part in ("train", "validation")]
+    with open_run(load_config_of("dpo", str(config), [*values, *overrides]), console) as run:
         model = train_sft(run, lambda step, metrics: None)
         last = read_metrics(run.directory / "metrics.jsonl")[-1]
-    assert model is not None, "nobody has stopped it"
-    before, after = (_right(values, path, here) for path in (None, model))
+    assert model is not None, "the run was not stopped"
+    before, after = (_right(values, path, run_directory) for path in (None, model))
     row = {"run": "dpo", "seed": seed, "pairs_right": last["val/accuracy"], "before": before, "after": after}
     _show(row)
     return row
 
 
 def _right(values: list[str], model: Path | None, here: Path) -> float:
-    """The share of right answers that a model samples to the problems of validation."""
-    given = ["run.name=measured", "training.steps=1", "actor.schedule.decay=constant", "reward_model=null"]
-    given += ["placement.roles.reward_model=null", "reward.functions.answer.name=digits"]
-    given += ["validation.best_metric=null", *([] if model is None else [f"model.path={model}"])]
-    config = load_config(str(CONFIGS / "preferences.yaml"), [*values, *given]).config
+    """Return the share of correct answers that a model samples on the validation problems."""
+    overrides = ["run.name=measured", "training.steps=1", "actor.schedule.decay=constant", "reward_model=null"]
+    overrides += ["placement.roles.reward_model=null", "reward.functions.answer.name=digits"]
+    overrides += ["validation.best_metric=null", *([] if model is None else [f"model.path={model}"])]
+    config = load_config(str(CONFIGS / "preferences.yaml"), [*values, *overrides]).config
     events = EventLog(here / "events.jsonl")
     try:
         (figures,) = evaluate(config, [config.validation], here, events, lambda text: None)
@@ -174,22 +174,22 @@ def _row(name: str, seed: int, result: DemoResult, accuracy: float, run: Path) -
     }
 
 
-def _goals(bench: Benchmark, what: str, name: str, row: dict[str, Any]) -> None:
+def _goals(bench: Benchmark, prefix: str, name: str, row: dict[str, Any]) -> None:
     if name == "shuffled":
-        bench.goal(f"{what}: gained", row["after"] - row["before"], at_most=0.03)
+        bench.goal(f"{prefix}: gained", row["after"] - row["before"], at_most=0.03)
     if name == "gamed":
-        bench.goal(f"{what}: named by the report", float(OVER_OPTIMIZED in row["found"]), at_least=1)
+        bench.goal(f"{prefix}: named by the report", float(OVER_OPTIMIZED in row["found"]), at_least=1)
     if name == "dpo":
-        bench.goal(f"{what}: right after", row["after"], at_least=PREFERENCES.goals[PREFERENCES.solved])
+        bench.goal(f"{prefix}: right after", row["after"], at_least=PREFERENCES.goals[PREFERENCES.solved])
     if name == "judged":
         right, pairs = (PREFERENCES.goals[figure] for figure in (PREFERENCES.solved, RIGHT_PAIRS))
-        bench.goal(f"{what}: right before", row["before"], at_most=MAX_WARM_START)
-        bench.goal(f"{what}: held-out pairs right", row["pairs_right"], at_least=pairs)
+        bench.goal(f"{prefix}: right before", row["before"], at_most=MAX_WARM_START)
+        bench.goal(f"{prefix}: held-out pairs right", row["pairs_right"], at_least=pairs)
         bench.goal(
-            f"{what}: right by the best of 4 before, above the mean", row["best_of_4_before"], at_least=row["before"]
+            f"{prefix}: right by the best of 4 before, above the mean", row["best_of_4_before"], at_least=row["before"]
         )
-        bench.goal(f"{what}: right after", row["after"], at_least=right)
-        bench.goal(f"{what}: minutes, the warm-up included", row["minutes"], at_most=MINUTES)
+        bench.goal(f"{prefix}: right after", row["after"], at_least=right)
+        bench.goal(f"{prefix}: minutes, the warm-up included", row["minutes"], at_most=MINUTES)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A step of mrl against an independent one: the largest difference of every quantity, option by option.
+"""Comparison of an mrl step with an independent one: the largest difference of every quantity, by option.
 
     python benchmarks/reference.py [--json FILE] [--quick]
 
-Real trainer, workers and Megatron on one and two ranks, three steps a run, in every pair of options; the other side is
-`tests/reference/step.py`, plain torch in float64. Differences are shares of a quantity's size where that is above 1.
+The real trainer, workers and Megatron run three steps on one and two ranks, with every pair of options. The other side
+is `tests/reference/step.py`, plain torch in float64. Differences are relative to a quantity's size if that is above 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLUMNS = ("scores", "old_log_probs", "ref_log_probs", "values", "advantages", "
 
 
 def kind_of(quantity: str) -> str:
-    """Which column of the table a quantity belongs to."""
+    """Return the table column of a quantity."""
     if quantity.startswith("metric ") or quantity == "scores":
         return "figures"
     if quantity in COLUMNS:
@@ -40,7 +40,7 @@ def kind_of(quantity: str) -> str:
 
 def main() -> int:
     """Record, compare, and print the table."""
-    arguments_parser = parser("A step of mrl against an independent one.")
+    arguments_parser = parser("Comparison of an mrl step with an independent one.")
     arguments_parser.add_argument("--quick", action="store_true", help="only the runs of `make test`")
     arguments = arguments_parser.parse_args()
     bench, largest = Benchmark("reference"), defaultdict[tuple[str, str], dict[str, float]](dict)
@@ -57,12 +57,14 @@ def main() -> int:
                 differences = hold(config, json.loads(recording), FUNCTION)
                 for option, level in {"all": "", **case.options}.items():
                     num_runs[option, str(level)] += 1
-                    found = largest[option, str(level)]
+                    differences_by_kind = largest[option, str(level)]
                     for quantity, value in differences.items():
-                        found[kind_of(quantity)] = max(found.get(kind_of(quantity), 0.0), value)
+                        differences_by_kind[kind_of(quantity)] = max(
+                            differences_by_kind.get(kind_of(quantity), 0.0), value
+                        )
             print(f"{part}: {len(cases)} runs", flush=True)
-    for (option, level), found in sorted(largest.items()):
-        bench.row(option=option, level=level, runs=num_runs[option, level], **dict(sorted(found.items())))
+    for (option, level), differences_by_kind in sorted(largest.items()):
+        bench.row(option=option, level=level, runs=num_runs[option, level], **dict(sorted(differences_by_kind.items())))
     norms = largest["all", ""].pop("grad_norm")
     bench.goal("largest difference", max(largest["all", ""].values()), at_most=TOLERANCE)
     bench.goal("largest difference of a gradient norm", norms, at_most=NORM_TOLERANCE)

@@ -1,14 +1,13 @@
-"""Weights from every training layout into every engine layout: bytes that crossed against the least that had to.
+"""Weights from every training layout into every engine layout: traffic compared with the possible minimum.
 
-    python benchmarks/reshard.py                # real ranks over gloo, small models, every layout that fits 4 or 8
+    python benchmarks/reshard.py                # real ranks over gloo, small models, every layout of 4 or 8 ranks
     python benchmarks/reshard.py --quick        # one row of each kind
-    python benchmarks/reshard.py --plan-only    # published models on real clusters: bytes by link, seconds they allow
+    python benchmarks/reshard.py --plan-only    # published models on real clusters: bytes by link, least seconds
 
-The workers are stand-ins without an engine, on a thread of each rank: they take what is handed over as vLLM's workers
-do, copy it, and answer with digests, and every bit is compared with the model's file. `gather` is the way that other
-trainers take, timed in turns with ours, on four ranks and for engines of two: with the same proof of arrival, and as
-they have it, without any. Of the small models it is the number of messages and calls that takes the time; of the larger
-one also the bytes.
+The workers have no engine and run in a thread of each rank: they receive, copy and answer with digests like vLLM's
+workers, and every bit is compared with the model's file. `gather` is the method of other trainers. It alternates with
+mrl's method on four ranks and for engines of two ranks: once with the same verification, and once, as they do it,
+without. For small models the number of messages and calls dominates; for the larger one, bytes count, too.
 """
 
 from __future__ import annotations
@@ -72,24 +71,24 @@ class Cell:
 
     @property
     def training(self) -> str:
-        """The training layout in words."""
+        """Training layout as text."""
         at = self.case.parallel
         sizes = {"tp": at.tp, "pp": at.pp, "vpp": at.vpp, "ep": at.ep, "dp": self.num_ranks // (at.tp * at.pp)}
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1"
 
     @property
     def rollout(self) -> str:
-        """The engines' layout in words."""
+        """Layout of the engines as text."""
         sizes = self.case.sizes
         return f"tp{sizes.tp}" + (" ep" if sizes.ep > 1 else "")
 
 
 def make_model(name: str, directory: Path) -> Path:
-    """A random model whose norms are not all ones."""
-    family, own = MODELS[name]
+    """Create a random model whose norms are not all ones."""
+    family, overrides = MODELS[name]
     kind, settings = CONFIGS[family]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(kind(**{**SIZES, **settings, **SHAPE, **own}), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(kind(**{**SIZES, **settings, **SHAPE, **overrides}), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -98,7 +97,7 @@ def make_model(name: str, directory: Path) -> Path:
 
 
 def layouts(num_ranks: int, moe: bool) -> Iterator[ParallelConfig]:
-    """Every training layout of that many ranks with at most four tensor ranks and four stages, and two copies."""
+    """Yield every training layout of that many ranks, with at most four tensor ranks, four stages and two copies."""
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
             dp = num_ranks // (tp * pp)
@@ -111,7 +110,7 @@ def layouts(num_ranks: int, moe: bool) -> Iterator[ParallelConfig]:
 
 
 def cells(models: dict[str, Path], sockets: Path, repeats: int) -> Iterator[Cell]:
-    """The whole table: tensors of the right names, and at its end some rows with real Megatron models."""
+    """Yield the whole table."""
     for name, model in models.items():
         moe, larger = name == "moe", name == "dense 42M"
         bucket_bytes = LARGER_BUCKET_BYTES if larger else BUCKET_BYTES
@@ -125,42 +124,42 @@ def cells(models: dict[str, Path], sockets: Path, repeats: int) -> Iterator[Cell
 
 
 def with_gather(cell: Cell) -> Cell:
-    """The same, beside the way that gathers everything."""
+    """Return the cell with the `gather` method as a comparison."""
     return Cell(cell.model, cell.num_ranks, ReshardCase(**{**vars(cell.case), "gather": True}))
 
 
 def with_megatron(cell: Cell) -> Cell:
-    """The same, with weights that sit in Megatron's own parameters."""
+    """Return the cell with weights in Megatron's own parameters."""
     return Cell(f"{cell.model} in Megatron", cell.num_ranks, ReshardCase(**{**vars(cell.case), "megatron": True}))
 
 
-def chosen(everything: list[Cell], quick: bool) -> list[Cell]:
-    """What is run: all of it, or a row of each kind; Megatron's own models in a few rows."""
-    dense = [cell for cell in everything if cell.num_ranks == 4 and cell.case.sizes == EngineSizes(2)]
+def chosen(all_cells: list[Cell], quick: bool) -> list[Cell]:
+    """Return the cells to run: all, or one of each kind; a few with Megatron's own models."""
+    dense = [cell for cell in all_cells if cell.num_ranks == 4 and cell.case.sizes == EngineSizes(2)]
     megatron = [with_megatron(cell) for cell in dense if cell.case.parallel.pp == 2 and cell.model != "dense 42M"]
     if quick:
         return [with_gather(cell) for cell in dense if cell.model != "dense 42M" or cell.case.parallel.pp == 2]
-    # Eight ranks and their workers on a machine of few cores would time its scheduler.
-    timed = [cell.num_ranks == 4 and cell.case.sizes.tp == 2 for cell in everything]
+    # Eight ranks and their workers on a machine with few cores would measure its scheduler.
+    timed = [cell.num_ranks == 4 and cell.case.sizes.tp == 2 for cell in all_cells]
     return [
-        *(with_gather(cell) if is_timed else cell for cell, is_timed in zip(everything, timed, strict=True)),
+        *(with_gather(cell) if is_timed else cell for cell, is_timed in zip(all_cells, timed, strict=True)),
         *megatron,
     ]
 
 
 def run(todo: list[Cell]) -> Iterator[tuple[Cell, list[RankOutcome]]]:
-    """All cells, many in one world; says how far it is."""
+    """Run all cells, many in one world, and print the progress."""
     for size in sorted({cell.num_ranks for cell in todo}):
-        mine = [cell for cell in todo if cell.num_ranks == size]
-        for first in range(0, len(mine), CELLS_PER_WORLD):
-            batch = mine[first : first + CELLS_PER_WORLD]
-            print(f"{size} ranks, {first} of {len(mine)} rows done", file=sys.stderr, flush=True)
+        cells_of_size = [cell for cell in todo if cell.num_ranks == size]
+        for first in range(0, len(cells_of_size), CELLS_PER_WORLD):
+            batch = cells_of_size[first : first + CELLS_PER_WORLD]
+            print(f"{size} ranks, {first} of {len(cells_of_size)} rows done", file=sys.stderr, flush=True)
             by_rank = run_distributed(size, measure, [cell.case for cell in batch], timeout_s=WORLD_LIMIT_S)
             yield from zip(batch, (list(ranks) for ranks in zip(*by_rank, strict=True)), strict=True)
 
 
 def row_of(cell: Cell, ranks: list[RankOutcome]) -> dict[str, Any]:
-    """What a line says: totals over the ranks, but the largest of the extra memories, and medians of the seconds."""
+    """Return a line: totals over the ranks, the largest extra memory, and median seconds."""
     reports = [outcome.report for outcome in ranks if outcome.report is not None]
     wrong = [name for outcome in ranks for name in outcome.wrong] + [o.error for o in ranks if o.error]
     received, least = (sum(getattr(report, name) for report in reports) for name in ("bytes_received", "least_bytes"))
@@ -178,19 +177,19 @@ def row_of(cell: Cell, ranks: list[RankOutcome]) -> dict[str, Any]:
         "seconds": statistics.median(ranks[0].seconds),
     }
     if cell.case.gather:
-        proven_s, believed_s = (statistics.median(ranks[0].gather_seconds[proven]) for proven in (True, False))
+        proven_s, unproven_s = (statistics.median(ranks[0].gather_seconds[proven]) for proven in (True, False))
         row |= {
             "gather_bytes": sum(outcome.gather_bytes for outcome in ranks),
             "gather_s": proven_s,
-            "gather_unproven_s": believed_s,
+            "gather_unproven_s": unproven_s,
             "speedup": proven_s / row["seconds"],
-            "speedup_unproven": believed_s / row["seconds"],
+            "speedup_unproven": unproven_s / row["seconds"],
         }
     return row
 
 
 def measured(bench: Benchmark, quick: bool, repeats: int) -> None:
-    """Real ranks."""
+    """Measure with real ranks."""
     with tempfile.TemporaryDirectory() as directory:
         models = {name: make_model(name, Path(directory)) for name in MODELS}
         for cell, ranks in run(chosen(list(cells(models, Path(directory), repeats)), quick)):
@@ -199,9 +198,11 @@ def measured(bench: Benchmark, quick: bool, repeats: int) -> None:
         bench.goal(f"largest {name}", max(row[name] for row in bench.rows), at_most=most)
     split = [row for row in bench.rows if "speedup" in row and {"pp", "ep"} & _axes(row["training"])]
     for column, how in (("speedup", "with the same proof"), ("speedup_unproven", "of which nothing is proven")):
-        found = [row[column] for row in split]
-        bench.goal(f"least speedup over gathering everything, {how}, where pp or ep is above 1", min(found), at_least=3)
-        print(f"median of these speedups: {statistics.median(found):.3g}")
+        values = [row[column] for row in split]
+        bench.goal(
+            f"least speedup over gathering everything, {how}, where pp or ep is above 1", min(values), at_least=3
+        )
+        print(f"median of these speedups: {statistics.median(values):.3g}")
 
 
 def _axes(layout: str) -> set[str]:
@@ -209,7 +210,7 @@ def _axes(layout: str) -> set[str]:
 
 
 def planned(bench: Benchmark) -> None:
-    """Published models, without a process."""
+    """Plan published models, without processes."""
     began = time.perf_counter()
     for row in plan_rows():
         bench.row(**row)

@@ -1,9 +1,9 @@
-"""The way of other trainers to engines on other hosts: whole tensors are gathered, then broadcast to the engines.
+"""The method of other trainers for engines on other hosts: gather whole tensors, then broadcast them to the engines.
 
-The ranks of a stage gather one parameter after another, and the first of them broadcasts whole Hugging Face tensors,
-bucket by bucket: to every rank of the engines, or to one on each host, which broadcasts them there. Each then cuts out
-what its worker needs. It is the quickest form of that way: both sides know from tables what a bucket holds, one is
-gathered while another is broadcast, stages do not wait for each other's gathering, and nobody proves what arrived.
+The ranks of a stage gather one parameter after another. The first of them broadcasts whole Hugging Face tensors, bucket
+by bucket: to every rank of the engines, or to one rank on each host, which broadcasts them there. Each rank then cuts
+out its worker's part. This is the fastest form of the method: both sides know the content of buckets from tables, one
+bucket is gathered while another is broadcast, stages do not wait for each other, and nothing is verified.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mrl.weight_sync.planner import ReshardPlanner
 
 @dataclass
 class GatheredBucket:
-    """Parameters of one stage, and where in a buffer the tensors stand that they are put together to."""
+    """Parameters of one stage, and the places of the assembled tensors in a buffer."""
 
     stage: int
     parameters: list[Parameter]
@@ -37,23 +37,23 @@ class GatheredBucket:
 
 
 class BroadcastGroups:
-    """Of a rank that sends and the engines' ranks, one for each stage; and of the engines' ranks of each host."""
+    """Process groups: a sending rank and the engines' ranks, per stage; and the engines' ranks of each host."""
 
     def __init__(self, planner: ReshardPlanner) -> None:
         mesh, rollout, self.rank = planner.mesh, planner.rollout, dist.get_rank()
         size = mesh.world_size // mesh.pp
         self.sources = [stage * size for stage in range(mesh.pp)]
         on_host = groupby(rollout.hosts, lambda rank: rollout.nodes[rank])
-        self._hosts = [(ranks, dist.new_group(ranks)) for _, found in on_host for ranks in [list(found)]]
+        self._hosts = [(ranks, dist.new_group(ranks)) for _, group in on_host for ranks in [list(group)]]
         leaders = [ranks[0] for ranks, _ in self._hosts]
         self._all = [dist.new_group([source, *rollout.hosts]) for source in self.sources]
         self._leaders = [dist.new_group([source, *leaders]) for source in self.sources]
         blocks = [list(range(first, first + mesh.tp)) for first in range(0, mesh.world_size, mesh.tp)]
-        made = [dist.new_group(block) for block in blocks]
-        self.tensor = made[self.rank // mesh.tp] if self.rank < mesh.world_size else None
+        groups = [dist.new_group(block) for block in blocks]
+        self.tensor = groups[self.rank // mesh.tp] if self.rank < mesh.world_size else None
 
     def broadcast(self, stage: int, message: Tensor, once_per_host: bool) -> dist.Work | None:
-        """From a stage's source to all ranks of engines, or the first of each host; None for whom that leaves out."""
+        """Broadcast from a stage's source to all engine ranks, or to the first of each host; None for other ranks."""
         group = (self._leaders if once_per_host else self._all)[stage]
         if not isinstance(group, dist.ProcessGroup):
             return None
@@ -61,14 +61,14 @@ class BroadcastGroups:
         return work
 
     def pass_on(self, message: Tensor) -> dist.Work | None:
-        """From the first rank of engines of this host to its others."""
-        ((leader, *_), group), *_ = (found for found in self._hosts if self.rank in found[0])
+        """Broadcast from the first engine rank of this host to the others."""
+        ((leader, *_), group), *_ = (host for host in self._hosts if self.rank in host[0])
         work: dist.Work | None = dist.broadcast(message, leader, group=group, async_op=True)
         return work
 
 
 class GatherAndBroadcast:
-    """One rank's part: a trainer's, or an engine's."""
+    """Part of one rank, of the trainer or of an engine."""
 
     def __init__(self, planner: ReshardPlanner, channel: Path, num_rounds: int, bucket_bytes: int, dtype: torch.dtype):
         self._groups = BroadcastGroups(planner)
@@ -78,19 +78,19 @@ class GatherAndBroadcast:
         self._slot_bytes = max(bucket.num_bytes for bucket in self._buckets)
         self._channel, self._stand_in = channel, None
         if rank >= num_trainers:
-            at = rank - num_trainers
-            self._stand_in = LoadingStandIn(channel, num_rounds, planner, at % planner.rollout.sizes.tp, dtype)
+            position = rank - num_trainers
+            self._stand_in = LoadingStandIn(channel, num_rounds, planner, position % planner.rollout.sizes.tp, dtype)
         else:
             self._buffers = torch.empty(2 if self._is_source else 0, self._slot_bytes, dtype=torch.uint8)
 
     def finished(self) -> dict[str, Tensor]:
-        """What the worker holds in the end."""
-        assert self._stand_in is not None, "a trainer rank has no worker"
+        """Return what the worker holds at the end."""
+        assert self._stand_in is not None, "trainer ranks have no worker"
         self._stand_in.join()
         return self._stand_in.held
 
     def run(self, held: Mapping[tuple[int, str], Tensor], once_per_host: bool) -> None:
-        """One round."""
+        """Run one round."""
         if self._stand_in is None:
             self._send(held, once_per_host)
         else:
@@ -101,7 +101,10 @@ class GatherAndBroadcast:
         works: list[dist.Work | None] = [None, None]
         for number, bucket in enumerate(bucket for bucket in self._buckets if bucket.stage == self._stage):
             _wait(works[number % 2])
-            for parameter, (parts, gathered) in [(each, self._gather(each, held)) for each in bucket.parameters]:
+            for parameter, (parts, gathered) in [
+                (parameter_to_gather, self._gather(parameter_to_gather, held))
+                for parameter_to_gather in bucket.parameters
+            ]:
                 _wait(gathered)
                 for shard, part in zip(parameter.shards, parts, strict=True) if self._is_source else ():
                     for piece in shard.pieces:
@@ -127,21 +130,21 @@ class GatherAndBroadcast:
     def _receive(self, once_per_host: bool) -> None:
         sender = IpcSender(self._channel, self._slot_bytes, torch.device("cpu"))
         sender.begin(1)
-        waiting: tuple[SharedBuffer, list[TensorView], dist.Work | None] | None = None
+        pending: tuple[SharedBuffer, list[TensorView], dist.Work | None] | None = None
         for bucket in self._buckets:
             slot = sender.slot()
             message = slot.buffer[: bucket.num_bytes]
             _wait(self._groups.broadcast(bucket.stage, message, once_per_host))
             passed_on = self._groups.pass_on(message) if once_per_host else None
-            _hand_over(sender, waiting)
-            waiting = slot, list(bucket.placed.values()), passed_on
-        _hand_over(sender, waiting)
+            _hand_over(sender, pending)
+            pending = slot, list(bucket.placed.values()), passed_on
+        _hand_over(sender, pending)
         sender.end()
         sender.close()
 
 
 def buckets_of(planner: ReshardPlanner, limit: int, dtype: torch.dtype) -> list[GatheredBucket]:
-    """The whole model in the order of its stages."""
+    """Return the buckets of the whole model, in stage order."""
     shapes, buckets = hf_tensors(planner.spec, "lm"), list[GatheredBucket]()
     for parameter in parameters_of(planner):
         names = dict.fromkeys(piece.hf for shard in parameter.shards for piece in shard.pieces)
@@ -151,9 +154,9 @@ def buckets_of(planner: ReshardPlanner, limit: int, dtype: torch.dtype) -> list[
         bucket = buckets[-1]
         bucket.parameters.append(parameter)
         for name in names:
-            placed = TensorView(name, dtype, tuple(shapes[name]), bucket.num_bytes)
-            bucket.placed[name] = placed
-            bucket.num_bytes = round_up(bucket.num_bytes + placed.num_bytes, ALIGNMENT_BYTES)
+            view = TensorView(name, dtype, tuple(shapes[name]), bucket.num_bytes)
+            bucket.placed[name] = view
+            bucket.num_bytes = round_up(bucket.num_bytes + view.num_bytes, ALIGNMENT_BYTES)
     return buckets
 
 

@@ -1,9 +1,9 @@
-"""The way that other trainers take, for comparison: every rank gathers every tensor of the model and cuts its part out.
+"""The method of other trainers, for comparison: every rank gathers every tensor of the model and cuts out its part.
 
-One parameter after another: broadcast over the pipeline stages, gathered over the tensor ranks (over the expert ranks
-for an expert), put together as Hugging Face tensors, handed over in buckets, and cut there into what the worker needs.
-It is the quickest form of that way: tables are looked up before the clock starts, and two buckets take turns. With
-`proven` both ends take digests of what they hand over, as `mrl.weight_sync` does; other trainers believe what arrives.
+Each parameter is broadcast over the pipeline stages, gathered over the tensor ranks (over the expert ranks for an
+expert), assembled into Hugging Face tensors, handed over in buckets, and cut there into the worker's parts. This is the
+fastest form of the method: tables are looked up before the clock starts, and two buckets alternate. With `proven` both
+ends compute digests of the tensors, as `mrl.weight_sync` does; other trainers do not verify the result.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from mrl.weight_sync.planner import ReshardPlanner
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of one stage, as the ranks that split it hold it."""
+    """One parameter of one stage, in the shards of the ranks that split it."""
 
     stage: int
     shards: list[Shard]
-    """One of each rank of the group that is gathered over."""
+    """One shard of each rank in the gathered group."""
 
 
 class GatherEverything:
-    """The whole model on every rank, tensor by tensor."""
+    """Gathers the whole model on every rank, tensor by tensor."""
 
     def __init__(self, planner: ReshardPlanner, channel: Path, num_rounds: int, bucket_bytes: int) -> None:
         mesh, rank = planner.mesh, dist.get_rank()
@@ -52,37 +52,37 @@ class GatherEverything:
         self._channel = channel
         self._stand_in = LoadingStandIn(channel, num_rounds, planner, rank % planner.rollout.sizes.tp)
         self.bytes_received = 0
-        """In the last round."""
+        """Bytes received in the last round."""
 
     def finished(self) -> dict[str, Tensor]:
-        """What the worker holds in the end."""
+        """Return what the worker holds at the end."""
         self._stand_in.join()
         return self._stand_in.held
 
     def run(self, held: dict[tuple[int, str], Tensor], proven: bool) -> None:
-        """One round."""
+        """Run one round."""
         self.bytes_received = 0
         self._stand_in.proven = proven
         digests = Digests()
         sender = IpcSender(self._channel, self._slot_bytes, torch.device("cpu"))
         sender.begin(1)
         slot, end = sender.slot(), 0
-        placed: list[TensorView] = []
+        views: list[TensorView] = []
         for parameter in self._parameters:
             parts = self._gather(parameter, held)
             for name, tensor in self._whole(parameter, parts).items():
                 if end + tensor.nbytes > self._slot_bytes:
-                    sender.send(slot, placed)
-                    slot, placed, end = sender.slot(), [], 0
-                placed.append(TensorView(name, tensor.dtype, tuple(tensor.shape), end))
-                placed[-1].view(slot.buffer).copy_(tensor)
+                    sender.send(slot, views)
+                    slot, views, end = sender.slot(), [], 0
+                views.append(TensorView(name, tensor.dtype, tuple(tensor.shape), end))
+                views[-1].view(slot.buffer).copy_(tensor)
                 if proven:
                     digests.add(name, tensor)
                 end += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        sender.send(slot, placed)
+        sender.send(slot, views)
         held_digests = sender.end()
         sender.close()
-        assert held_digests == digests.read(), "the worker holds what was sent"
+        assert held_digests == digests.read(), "the worker has other weights than were sent"
 
     def _gather(self, parameter: Parameter, held: dict[tuple[int, str], Tensor]) -> list[Tensor]:
         first = parameter.shards[0]
@@ -110,7 +110,7 @@ class GatherEverything:
 
 
 class LoadingStandIn(threading.Thread):
-    """A worker that cuts its parameters out of whole tensors, as vLLM's loaders do."""
+    """A worker that cuts its parameters out of whole tensors, like vLLM's loaders."""
 
     def __init__(
         self, path: Path, num_rounds: int, planner: ReshardPlanner, tp_rank: int, dtype: torch.dtype = torch.float32
@@ -119,22 +119,22 @@ class LoadingStandIn(threading.Thread):
         self._receiver, self._num_rounds = IpcReceiver(path), num_rounds
         self.proven = True
         fused = rollout_tensors(planner.spec, planner.rollout.sizes, tp_rank)
-        self.held = {made.name: torch.zeros(made.shape, dtype=dtype) for made in fused}
+        self.held = {tensor_spec.name: torch.zeros(tensor_spec.shape, dtype=dtype) for tensor_spec in fused}
         self._cuts: dict[str, list[tuple[str, Region, Region]]] = {}
-        for made in fused:
-            for piece in made.pieces:
-                self._cuts.setdefault(piece.hf, []).append((made.name, piece.source, piece.target))
+        for tensor_spec in fused:
+            for piece in tensor_spec.pieces:
+                self._cuts.setdefault(piece.hf, []).append((tensor_spec.name, piece.source, piece.target))
         self.start()
 
     def run(self) -> None:
-        """Take every round."""
+        """Receive every round."""
         for _ in range(self._num_rounds):
             digests = Digests()
             for bucket in self._receiver.buckets():
                 for name, tensor in bucket.tensors.items():
                     for fused, source, target in self._cuts.get(name, ()):
-                        made = self.held[fused]
-                        matrix = made.view(-1, made.shape[-1]) if made.ndim > 1 else made
+                        parameter = self.held[fused]
+                        matrix = parameter.view(-1, parameter.shape[-1]) if parameter.ndim > 1 else parameter
                         matrix[slices(target)] = tensor[slices(source)]
                     if self.proven:
                         digests.add(name, tensor)
@@ -143,8 +143,8 @@ class LoadingStandIn(threading.Thread):
 
 
 def parameters_of(planner: ReshardPlanner) -> list[Parameter]:
-    """Every parameter of the model, in an order that is the same on all ranks."""
-    mesh, found = planner.mesh, []
+    """Return every parameter of the model, in the same order on all ranks."""
+    mesh, parameters = planner.mesh, []
     for stage in range(mesh.pp):
         dense = [
             [s for s in shards_of(planner.spec, planner.layout, RankPlace(tp, stage), "lm") if not s.expert]
@@ -156,12 +156,12 @@ def parameters_of(planner: ReshardPlanner) -> list[Parameter]:
             for etp in range(mesh.etp)
         ]
         for ranks in (dense, experts):
-            found += [Parameter(stage, _split(list(shards))) for shards in zip(*ranks, strict=True)]
-    return found
+            parameters += [Parameter(stage, _split(list(shards))) for shards in zip(*ranks, strict=True)]
+    return parameters
 
 
 def _split(shards: list[Shard]) -> list[Shard]:
-    """The shards that together are the parameter: one, where all are the same."""
+    """Return the shards that make up the parameter: only one if all ranks have the same."""
     return shards if shards[0].split else shards[:1]
 
 
@@ -170,7 +170,7 @@ def _blocks(num_ranks: int, size: int) -> list[list[int]]:
 
 
 def _own_group(rank: int, groups: list[list[int]]) -> dist.ProcessGroup:
-    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    (own,) = (group for ranks, group in made if rank in ranks)
-    assert isinstance(own, dist.ProcessGroup), "a rank is in one group of each kind"
+    all_groups = [(ranks, dist.new_group(ranks)) for ranks in groups]
+    (own,) = (group for ranks, group in all_groups if rank in ranks)
+    assert isinstance(own, dist.ProcessGroup), "each rank is in one group of each kind"
     return own

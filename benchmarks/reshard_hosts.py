@@ -1,16 +1,16 @@
-"""Weights to engines on other hosts, over links of 1 Gbit/s and 100 Mbit/s: shard to shard against whole tensors.
+"""Weights to engines on other hosts, over links of 1 Gbit/s and 100 Mbit/s: shard to shard compared with whole tensors.
 
-    python benchmarks/reshard_hosts.py            # as root, or where user namespaces are allowed
+    python benchmarks/reshard_hosts.py            # as root, or if user namespaces are allowed
     python benchmarks/reshard_hosts.py --quick    # links of 1 Gbit/s only
 
-Hosts are network namespaces on a bridge, their links limited both ways by `tc`. The ranks are those of a run whose
-engines have a pool of their own: trainer ranks, receivers, and stand-ins for vLLM's workers, which hold 42 million
-parameters in bfloat16. `gather` broadcasts whole tensors to each rank of the engines; `gather_once`, to one rank on
-each host, which passes them on there, as NCCL's rings would. Of two engines on one host ours brings each its own copy.
+Hosts are network namespaces on a bridge, with links limited in both directions by `tc`. The ranks are those of a run
+whose engines have a separate pool: trainer ranks, receivers, and workers without engines, which hold 42 million
+parameters in bfloat16. `gather` broadcasts whole tensors to each rank of the engines; `gather_once` broadcasts to one
+rank on each host, which passes them on there, like NCCL's rings. For two engines on one host, mrl sends one copy each.
 
-Bytes are what the kernel counted on the links. `limit_s` is those of the most loaded direction of a link over its
-rate: nobody who sends so much can be quicker, and headers make a plain stream a little slower. `bytes_allow` is how
-many times quicker than a way ours may be by that.
+Bytes are the kernel's counts on the links. `limit_s` is the bytes in the most loaded direction of a link, divided by
+its rate: no method with this traffic can be faster, and headers make a plain stream a little slower. `bytes_allow` is
+the largest speedup of mrl over a method that the bytes allow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.reshard_hosts_ranks import INTERFACE, LAYOUTS, RANKS_PER_HOST, W
 from tests.hosts.hosts import Host, hosts, why_not
 
 RATES = (1000, 100)
-"""Of a link, in Mbit/s."""
+"""Rates of a link, in Mbit/s."""
 FIRST_PORT = 29500
 STREAM_S = 2.0
 RECEIVE = """
@@ -58,13 +58,13 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
 
 
 class World:
-    """The ranks of one layout, each a process on its host, which do together what they are told."""
+    """Ranks of one layout, each a process on its host, which execute commands together."""
 
     def __init__(self, ranks: Sequence[subprocess.Popen[str]]) -> None:
         self._ranks = ranks
 
     def tell(self, word: str) -> list[Any]:
-        """Have every rank do one thing; what each answers."""
+        """Send a command to every rank, and return the answers."""
         for rank in self._ranks:
             assert rank.stdin is not None, "it is a pipe"
             print(word, file=rank.stdin, flush=True)
@@ -75,12 +75,12 @@ def _answer(process: subprocess.Popen[str]) -> Any:
     assert process.stdout is not None, "it is a pipe"
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"a process on a host ended with {process.wait()}: what it wrote stands above")
+        raise RuntimeError(f"a process on a host exited with {process.wait()}: see its output above")
     return json.loads(line)
 
 
 def on_host(stack: ExitStack, host: Host, *arguments: str) -> subprocess.Popen[str]:
-    """Start a Python program; its input ends with the block, and the block with it."""
+    """Start a Python program on a host. Its input ends with the block, which waits for the program."""
     process = subprocess.Popen(
         [*host.prefix(), sys.executable, *arguments],
         stdin=subprocess.PIPE,
@@ -89,36 +89,38 @@ def on_host(stack: ExitStack, host: Host, *arguments: str) -> subprocess.Popen[s
         env=host.all_environment() | {"GLOO_SOCKET_IFNAME": INTERFACE, "TORCH_CPP_LOG_LEVEL": "ERROR"},
     )
     stack.enter_context(process)
-    stack.push(lambda failed, *_: process.kill() if failed else None)  # those who wait for it end with their host
+    stack.push(
+        lambda failed, *_: process.kill() if failed else None
+    )  # other programs that wait for it end with their host
     return process
 
 
 @contextmanager
-def world(some: Sequence[Host], layout: str, model: Path, num_versions: int) -> Iterator[World]:
-    """Make the ranks of a layout."""
+def world(hosts_used: Sequence[Host], layout: str, model: Path, num_versions: int) -> Iterator[World]:
+    """Start the ranks of a layout."""
     port = FIRST_PORT + 10 * list(LAYOUTS).index(layout)
-    addresses = [host.address for host in some]
+    addresses = [host.address for host in hosts_used]
     with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
         ranks = []
         for rank in range(LAYOUTS[layout].num_ranks):
             place = RankPlace(layout, rank, str(model), directory, addresses, port, num_versions)
             program = ("-m", "benchmarks.reshard_hosts_ranks", json.dumps(asdict(place)))
-            ranks.append(on_host(stack, some[rank // RANKS_PER_HOST], *program))
+            ranks.append(on_host(stack, hosts_used[rank // RANKS_PER_HOST], *program))
         yield World(ranks)
 
 
 @dataclass
 class Crossing:
-    """One way, each time that it was taken over links of one rate."""
+    """Measurements of one method over links of one rate."""
 
     seconds: list[float]
     total_bytes: list[int]
-    """That left a host."""
+    """Bytes that left a host."""
     most_bytes: list[int]
-    """In the most loaded direction of a link."""
+    """Bytes in the most loaded direction of a link."""
 
     def take(self, ranks: World, way: str) -> None:
-        """Once more."""
+        """Measure once more."""
         answers = ranks.tell(way)
         links = [links for _, links in answers[::RANKS_PER_HOST]]
         self.seconds.append(answers[0][0])
@@ -126,34 +128,36 @@ class Crossing:
         self.most_bytes.append(max(max(both) for both in links))
 
 
-def stream(some: Sequence[Host], rate: int) -> dict[str, Any]:
-    """What one TCP connection carries from a host to another, while nobody else sends."""
-    address = (some[1].address, str(FIRST_PORT - rate % 97))
+def stream(hosts_used: Sequence[Host], rate: int) -> dict[str, Any]:
+    """Measure one TCP connection between two hosts, without other traffic."""
+    address = (hosts_used[1].address, str(FIRST_PORT - rate % 97))
     with ExitStack() as stack:
-        receiver = on_host(stack, some[1], "-c", RECEIVE, *address)
+        receiver = on_host(stack, hosts_used[1], "-c", RECEIVE, *address)
         _answer(receiver)
-        on_host(stack, some[0], "-c", SEND, *address, str(STREAM_S))
+        on_host(stack, hosts_used[0], "-c", SEND, *address, str(STREAM_S))
         num_bytes, seconds = _answer(receiver)
     limit_s = 8 * num_bytes / rate / 1e6
     return {"seconds": seconds, "bytes": num_bytes, "limit_s": limit_s, "over_limit": seconds / limit_s}
 
 
 def crossings(ranks: World, repeats: int) -> dict[str, Crossing]:
-    """Every way in turn."""
-    taken = {way: Crossing([], [], []) for way in WAYS}
-    ways: dict[str, Callable[[], object]] = {way: partial(taken[way].take, ranks, way) for way in WAYS}
+    """Measure every method in turn."""
+    crossings_by_way = {way: Crossing([], [], []) for way in WAYS}
+    ways: dict[str, Callable[[], object]] = {way: partial(crossings_by_way[way].take, ranks, way) for way in WAYS}
     for _ in range(repeats):
         ranks.tell("next")
         interleave(ways, repeats=1, warm_ups=0)
         ways = dict(reversed(ways.items()))
-    return taken
+    return crossings_by_way
 
 
-def rows_of(layout: str, rate: int, taken: dict[str, Crossing]) -> Iterator[dict[str, Any]]:
-    """A line for each way, ours first."""
-    times = {way: Timing(tuple(crossing.seconds)) for way, crossing in taken.items()}
-    limits = {way: 8 * statistics.median(crossing.most_bytes) / rate / 1e6 for way, crossing in taken.items()}
-    for way, crossing in taken.items():
+def rows_of(layout: str, rate: int, crossings_by_way: dict[str, Crossing]) -> Iterator[dict[str, Any]]:
+    """Yield a line for each method, mrl's first."""
+    times = {way: Timing(tuple(crossing.seconds)) for way, crossing in crossings_by_way.items()}
+    limits = {
+        way: 8 * statistics.median(crossing.most_bytes) / rate / 1e6 for way, crossing in crossings_by_way.items()
+    }
+    for way, crossing in crossings_by_way.items():
         yield {
             "layout": layout,
             "mbit_per_s": rate,
@@ -169,22 +173,22 @@ def rows_of(layout: str, rate: int, taken: dict[str, Crossing]) -> Iterator[dict
 
 
 def measured(bench: Benchmark, rates: Sequence[int], repeats: int) -> None:
-    """All layouts over links of all rates."""
+    """Measure all layouts over links of all rates."""
     wrong: list[str] = []
-    with tempfile.TemporaryDirectory() as directory, hosts([INTERFACE] * 3) as some:
+    with tempfile.TemporaryDirectory() as directory, hosts([INTERFACE] * 3) as hosts_used:
         model = make_model("dense 42M", Path(directory))
         for rate in rates:
-            for host in some:
+            for host in hosts_used:
                 host.limit(rate)
-            bench.row(layout="a plain stream", mbit_per_s=rate, way="TCP", **stream(some, rate))
+            bench.row(layout="a plain stream", mbit_per_s=rate, way="TCP", **stream(hosts_used, rate))
         for layout in LAYOUTS:
-            with world(some, layout, model, 1 + repeats * len(rates)) as ranks:
+            with world(hosts_used, layout, model, 1 + repeats * len(rates)) as ranks:
                 for rate in rates:
                     print(f"{layout}, {rate} Mbit/s", file=sys.stderr, flush=True)
-                    for host in some:
+                    for host in hosts_used:
                         host.limit(rate)
                     if rate == rates[0]:
-                        crossings(ranks, 1)  # connections are made, and memory is touched
+                        crossings(ranks, 1)  # connects, and touches memory for the first time
                     for row in rows_of(layout, rate, crossings(ranks, repeats)):
                         bench.row(**row)
                 wrong += [name for names in ranks.tell("wrong") for name in names]
@@ -192,7 +196,7 @@ def measured(bench: Benchmark, rates: Sequence[int], repeats: int) -> None:
 
 
 def judge(bench: Benchmark, rates: Sequence[int]) -> None:
-    """What the rows must reach."""
+    """Add the goals of the rows."""
     rows = [row for row in bench.rows if row["way"] in WAYS]
     for rate in rates:
         ours = [row["over_limit"] for row in rows if row["mbit_per_s"] == rate and row["way"] == "ours"]

@@ -1,8 +1,8 @@
-"""What each rank of `reshard_hosts.py` does: it stands on a host, and takes its part in each way that it is told of.
+"""Each rank of `reshard_hosts.py`: it runs on a host, and takes part in each method on command.
 
-A word on standard input is a way, or "next" for other weights, or "wrong" for the names of tensors that are not what
-they must be; a line of JSON is the answer. Of a way it says what the slowest rank took, and how many bytes the kernel
-has counted on this host's link meanwhile, in and out.
+A command on standard input is a method, "next" for other weights, or "wrong" for the names of tensors with wrong
+content. The answer is a line of JSON: for a method, the time of the slowest rank, and the bytes that the kernel has
+counted on this host's link meanwhile, in and out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INTERFACE = "eth0"
 
 @dataclass(frozen=True)
 class HostsLayout:
-    """Trainer ranks two to a host, and on a host after theirs two ranks of engines."""
+    """Trainer ranks, two per host, and two ranks of engines on another host."""
 
     parallel: ParallelConfig
     engine_tp: int
@@ -65,19 +65,19 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class RankPlace:
-    """All that a rank is told when it starts."""
+    """Facts that a rank gets at its start."""
 
     layout: str
     rank: int
     model: str
     directory: str
     addresses: Sequence[str]
-    """Of the hosts."""
+    """Addresses of the hosts."""
     port: int
     num_versions: int
 
     def case(self) -> ReshardCase:
-        """As for ranks of one machine."""
+        """Return the case as for ranks of one machine."""
         layout = LAYOUTS[self.layout]
         return ReshardCase(
             model=self.model,
@@ -92,7 +92,7 @@ class RankPlace:
         )
 
     def route(self) -> WeightSyncSpec:
-        """As the trainer makes it: the first receiver listens, and everybody meets there."""
+        """Return the route like the trainer's: the first receiver listens, and all ranks meet there."""
         case, layout = self.case(), LAYOUTS[self.layout]
         rollout = rollout_of(case, mesh_of(case.parallel, layout.num_trainers))
         sockets = tuple(Path(self.directory, f"{worker}.sock") for worker in range(NUM_RECEIVERS))
@@ -111,7 +111,7 @@ class RankPlace:
 
 
 class RankPart:
-    """One rank of both ways, and its worker's stand-ins where it is a receiver."""
+    """One rank in both methods, with its workers if it is a receiver."""
 
     def __init__(self, place: RankPlace, held: Held, mesh: Mesh) -> None:
         case, route = place.case(), place.route()
@@ -126,11 +126,11 @@ class RankPart:
         self._broadcast = GatherAndBroadcast(planner, path.with_suffix(".all"), rounds, BUCKET_BYTES, DTYPE)
 
     def answer(self, word: str) -> Any:
-        """Do what it says."""
+        """Execute a command and return the answer."""
         if word == "next":
             self._version += 1
             for tensor in self._held.values():
-                tensor.neg_()  # as different as two versions can be, and as easily foretold
+                tensor.neg_()  # as different as possible, and easy to predict
             return self._version
         if word == "wrong":
             return self._wrong()
@@ -152,14 +152,14 @@ class RankPart:
 
 
 def counted_bytes() -> list[int]:
-    """What the kernel has counted on this host's link: bytes that came in, and those that went out."""
+    """Return the kernel's counts of bytes on this host's link: in and out."""
     (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if INTERFACE in line)
     columns = line.split()
     return [int(columns[1]), int(columns[9])]
 
 
 def main() -> None:
-    """Join the world, and answer."""
+    """Join the world, and answer commands."""
     place = RankPlace(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
     sys.setswitchinterval(2e-4)  # a real worker would not wait for its trainer's interpreter

@@ -1,8 +1,8 @@
-"""Plans for published models on clusters of eight-GPU nodes: what crosses which link, and the seconds that this takes.
+"""Plans for published models on clusters of eight-GPU nodes: traffic of each link, and the seconds it takes.
 
 Nothing is measured here. Bandwidths are those of an H100 node, per GPU and direction: NVLink 450 GB/s, and one 400 Gb/s
-network card a GPU. `seconds` is what the busiest GPU needs when links are never idle; `in_step_s` is when every bucket
-waits for the one before it on all GPUs, which is more than really happens.
+network card per GPU. `seconds` is the time of the busiest GPU if links are never idle; `in_step_s` is the time if every
+bucket waits for the previous one on all GPUs, which is an upper limit.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ QWEN3_30B_A3B: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Scene:
-    """A model in a training layout, the engines beside it, and what others have published for the like."""
+    """A model in a training layout, its engines, and published results for similar cases."""
 
     name: str
     config: dict[str, Any]
@@ -93,7 +93,7 @@ SCENES = [
 
 
 def plan_rows() -> Iterator[dict[str, Any]]:
-    """One row a scene."""
+    """Yield one row per scene."""
     for scene in SCENES:
         yield _row(scene)
 

@@ -1,7 +1,7 @@
-"""What each rank of `reshard.py` does: send a model's weights to a stand-in for vLLM's worker, and check every bit.
+"""Each rank of `reshard.py`: send a model's weights to a worker without an engine, and check every bit.
 
-The stand-in listens as vLLM's workers do, keeps what it gets, and answers with the digests of what it keeps. Faults are
-seeded into it: between what the trainer sent and what the worker holds.
+The worker listens like vLLM's workers, keeps what it receives, and answers with the digests of what it keeps. Faults
+are seeded between the sent weights and the worker's weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class ReshardCase:
-    """One model in one training layout, and the engines beside it."""
+    """One model in one training layout, and its engines."""
 
     model: str
     parallel: ParallelConfig
@@ -52,88 +52,88 @@ class ReshardCase:
     train_dtype: torch.dtype = torch.float32
     ranks_per_node: int = 4
     megatron: bool = False
-    """Whether the weights sit in a real Megatron model; otherwise in tensors of the same names and shapes."""
+    """Whether the weights are in a real Megatron model; otherwise in tensors of the same names and shapes."""
     fault: str = ""
     repeats: int = 1
     gather: bool = False
-    """Whether the way that gathers everything is timed too."""
+    """Whether to time the `gather` method as well."""
     num_receivers: int = 0
-    """The last ranks, which hold no weights: the workers are with them, as in a pool of their own."""
+    """Number of last ranks without weights, which have the workers, as in a separate pool."""
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank saw."""
+    """Results of one rank."""
 
     report: ReshardReport | None
     wrong: list[str]
-    """Tensors of the worker that are not those of the model's file, to the bit."""
+    """Tensors of the worker that differ in any bit from the model's file."""
     error: str
     seconds: list[float]
     gather_seconds: dict[bool, list[float]]
-    """By whether arrival was proven, as ours is."""
+    """Seconds by whether the result was verified, like mrl's."""
     gather_bytes: int
 
 
 def measure(cases: list[ReshardCase]) -> list[RankOutcome]:
-    """Every case on this rank."""
-    sys.setswitchinterval(2e-4)  # a real worker would not wait for its trainer's interpreter
+    """Measure every case on this rank."""
+    sys.setswitchinterval(2e-4)  # a real worker does not share its trainer's interpreter
     return [measure_one(case) for case in cases]
 
 
 def measure_one(case: ReshardCase) -> RankOutcome:
-    """One case on this rank."""
+    """Measure one case on this rank."""
     spec = read_spec(case.model)
     mesh = mesh_of(case.parallel, dist.get_world_size() - case.num_receivers)
     rollout = rollout_of(case, mesh)
     sockets = tuple(Path(case.sockets, f"{worker}.sock") for worker in range(len(rollout.hosts)))
-    told = WeightSyncSpec(
+    route = WeightSyncSpec(
         rollout, sockets, dtype_name(case.dtype), dtype_name(case.train_dtype), case.bucket_bytes, LIMIT_S
     )
     with holding(case, mesh) as held:
         planner = ReshardPlanner(spec, case.parallel, mesh, rollout)
-        resharder = Resharder(planner, transport_of(case), held, told)
+        resharder = Resharder(planner, transport_of(case), held, route)
         return carry_out(case, resharder, held)
 
 
 def carry_out(case: ReshardCase, resharder: Resharder, held: dict[tuple[int, str], Tensor]) -> RankOutcome:
-    """Some versions, each by both ways in turn; the first is not timed."""
+    """Send several versions, alternating between both methods. The first version is not timed."""
     worker, num_versions = resharder.plan.worker, case.repeats + 1
-    stand_in, everything, report, error = None, None, None, ""
+    stand_in, gather_all, report, error = None, None, None, ""
     if worker is not None:
         path = Path(case.sockets, f"{worker}.sock")
         stand_in = StandIn(path, num_versions, case.fault if worker == 0 else "")
         if case.gather:
-            everything = GatherEverything(
+            gather_all = GatherEverything(
                 resharder.planner, path.with_suffix(".all"), 2 * num_versions, case.bucket_bytes
             )
     seconds: list[float] = []
     gather_seconds: dict[bool, list[float]] = {True: [], False: []}
     for version in range(1, num_versions + 1):
         for tensor in held.values():
-            tensor.neg_()  # as different as two versions can be, and as easily foretold
+            tensor.neg_()  # as different as possible, and easy to predict
         with together(seconds):
             try:
                 report = resharder.send(version)
             except RolloutError as raised:
                 error = str(raised)
-        if everything is not None:
+        if gather_all is not None:
             for proven, timed in gather_seconds.items():
                 with together(timed):
-                    everything.run(held, proven)
+                    gather_all.run(held, proven)
     wrong: list[str] = []
     if stand_in is not None and worker is not None:
         expected = fused_of(case, worker % case.sizes.tp, (-1.0) ** num_versions)
         wrong = differing(stand_in.finished(), expected)
-        wrong += differing(everything.finished(), expected) if everything is not None else []
-    num_bytes = everything.bytes_received if everything is not None else 0
+        wrong += differing(gather_all.finished(), expected) if gather_all is not None else []
+    num_bytes = gather_all.bytes_received if gather_all is not None else 0
     gathered = {proven: timed[1:] for proven, timed in gather_seconds.items()}
     return RankOutcome(report, wrong, error, seconds[1:], gathered, num_bytes)
 
 
 @contextmanager
 def together(seconds: list[float]) -> Iterator[None]:
-    """The block on all ranks at once; how long the slowest took is appended."""
+    """Run the block on all ranks at the same time, and append the time of the slowest rank."""
     dist.barrier()
     began = time.perf_counter()
     yield
@@ -142,12 +142,12 @@ def together(seconds: list[float]) -> Iterator[None]:
 
 
 def mesh_of(parallel: ParallelConfig, num_ranks: int) -> Mesh:
-    """The coordinates of the ranks."""
+    """Return the mesh of the ranks."""
     return Mesh(num_ranks, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
 
 
 def rollout_of(case: ReshardCase, mesh: Mesh) -> RolloutLayout:
-    """As many engines as fit, one worker a rank."""
+    """Return a layout with as many engines as fit, one worker per rank."""
     num_hosts, num_ranks = case.num_receivers or mesh.world_size, mesh.world_size + case.num_receivers
     first = mesh.world_size if case.num_receivers else 0
     hosts = tuple(range(first, first + num_hosts // case.sizes.tp * case.sizes.tp))
@@ -155,7 +155,7 @@ def rollout_of(case: ReshardCase, mesh: Mesh) -> RolloutLayout:
 
 
 def transport_of(case: ReshardCase) -> P2PTransport:
-    """The world of the trainer, or the one that it forms with the receivers."""
+    """Return the transport of the trainer's world, or of the world with the receivers."""
     device, rank, size = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
     if not case.num_receivers:
         return WorldTransport(device)
@@ -165,7 +165,7 @@ def transport_of(case: ReshardCase) -> P2PTransport:
 
 @contextmanager
 def holding(case: ReshardCase, mesh: Mesh) -> Iterator[dict[tuple[int, str], Tensor]]:
-    """This rank's parameters, filled from the model's file."""
+    """Yield this rank's parameters, filled from the model's file."""
     reader, spec = HfReader(case.model), read_spec(case.model)
     if dist.get_rank() >= mesh.world_size:
         yield {}
@@ -188,7 +188,7 @@ def holding(case: ReshardCase, mesh: Mesh) -> Iterator[dict[tuple[int, str], Ten
 
 
 def fused_of(case: ReshardCase, tp_rank: int, factor: float) -> dict[str, Tensor]:
-    """What the worker must hold, from the model's file alone, times a factor."""
+    """Return the worker's expected tensors, computed from the model's file alone and multiplied by a factor."""
     reader = HfReader(case.model)
 
     def fused(made: Fused) -> Tensor:
@@ -204,7 +204,7 @@ def fused_of(case: ReshardCase, tp_rank: int, factor: float) -> dict[str, Tensor
 
 
 class StandIn(threading.Thread):
-    """A rollout worker without an engine, on a thread of its own. Faults begin with the second version."""
+    """A rollout worker without an engine, in a separate thread. Faults begin with the second version."""
 
     def __init__(self, path: Path, num_versions: int, fault: str, limit_s: float = LIMIT_S) -> None:
         super().__init__(daemon=True)
@@ -214,12 +214,12 @@ class StandIn(threading.Thread):
         self.start()
 
     def finished(self) -> dict[str, Tensor]:
-        """What it holds in the end."""
+        """Return what the worker holds at the end."""
         self.join(LIMIT_S)
         return self.held
 
     def run(self) -> None:
-        """Take every version, whatever becomes of it."""
+        """Receive every version, right or wrong."""
         for version in range(self._num_versions):
             fault = FAULTS[self._fault] if self._fault and version else None
             arrived: dict[str, Tensor] = {}
@@ -236,7 +236,7 @@ class StandIn(threading.Thread):
         self._receiver.close()
 
     def _taken(self, name: str, tensor: Tensor) -> Tensor:
-        """Where the worker keeps it: in place from the second version on, as vLLM's workers do; faults need both."""
+        """Return the worker's copy of a tensor: in place from the second version on, like vLLM, except with faults."""
         return tensor.clone() if self._fault or name not in self.held else self.held[name].copy_(tensor)
 
 
@@ -244,24 +244,24 @@ Fault = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
 
 
 def flip_an_element(held: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    """The lowest bit of one element of a layer in the middle."""
+    """Flip the lowest bit of one element of a middle layer."""
     words = held["model.layers.2.self_attn.o_proj.weight"].view(torch.int32)
     words[3, 5] ^= 1
 
 
 def skip_a_bucket(held: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    """A bucket that was read and not kept; the reading itself is where it is seeded."""
+    """Skip a bucket after reading it; the fault is seeded in `StandIn.run`."""
 
 
 def swap_q_and_k(held: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    """The first rows of the queries where the keys belong, and the other way round."""
+    """Swap the first rows of queries and keys."""
     qkv = held["model.layers.1.self_attn.qkv_proj.weight"]
     rows = qkv.shape[0] // 4
     qkv[:rows], qkv[2 * rows : 3 * rows] = qkv[2 * rows : 3 * rows].clone(), qkv[:rows].clone()
 
 
 def keep_an_expert(held: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    """One expert of one layer as it was before."""
+    """Keep one expert of one layer from the previous version."""
     (name,) = (name for name in held if name.startswith("model.layers.3.") and name.endswith("w13_weight"))
     held[name][1] = before[name][1]
 
@@ -275,7 +275,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def differing(held: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Tensors that are not as they must be, to the bit; or that nobody expects, or misses."""
+    """Return the tensors that differ in any bit, or that are unexpected or missing."""
 
     def same(name: str) -> bool:
         both = name in held and name in expected

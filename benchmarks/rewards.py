@@ -1,9 +1,9 @@
-"""Rewards under fire: 10,000 samples of which 2 % hang and 1 % crash, in real worker processes.
+"""Stress test of rewards: 10,000 samples of which 2 % hang and 1 % crash, in real worker processes.
 
     python benchmarks/rewards.py [--samples 10000] [--workers 4] [--json FILE]
 
-Goals: every other sample scored right, every bad one typed, in less than two minutes, with bounded memory, and no
-process left behind. A second row times samples that all behave: what the processes cost.
+Goals: all other samples get the right score, all bad ones the right kind of failure, in less than two minutes, with
+bounded memory and no process left behind. Another row times good samples only: the overhead of the processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARKER = "MRL_REWARD_BENCHMARK"
 
 
 def score(sample: Sample) -> float:
-    """The reward function: hangs, crashes, or returns the square of the row."""
+    """Reward function that hangs, crashes, or returns the square of the row."""
     match sample.extra_info["behaviour"]:
         case "hang":
             while True:
@@ -41,12 +41,12 @@ def score(sample: Sample) -> float:
 
 
 def behaviour(row: int) -> str:
-    """2 % hang and 1 % crash, spread evenly."""
+    """Return the behavior of a row: 2 % hang and 1 % crash, spread evenly."""
     return {7: "hang", 57: "hang", 33: "crash"}.get(row % 100, "good")
 
 
 def make_sample(row: int, kind: str) -> Sample:
-    """A sample with texts of a usual size."""
+    """Return a sample with texts of typical size."""
     return Sample(
         prompt="What is the square of the number of this row? " * 5,
         response="Let me think about that step by step. " * 50,
@@ -60,7 +60,7 @@ def make_sample(row: int, kind: str) -> Sample:
 
 
 class PeakMemory(threading.Thread):
-    """Watches the memory of supervisor and workers together, which the marker in their environment tells apart."""
+    """Watches the total memory of supervisor and workers, which have a marker in their environment."""
 
     def __init__(self, marker: str) -> None:
         super().__init__(daemon=True)
@@ -74,19 +74,19 @@ class PeakMemory(threading.Thread):
 
 
 def marked_processes(marker: str) -> list[int]:
-    """Every process that has the marker in its environment, which what a worker starts inherits."""
-    found = []
+    """Return all processes with the marker in their environment, which child processes inherit."""
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
-            continue  # gone, or somebody else's
-    return found
+            continue  # the process has ended, or belongs to another user
+    return pids
 
 
 def proportional_bytes(pid: int) -> int:
-    """Memory of a process, what it shares divided among those who share it."""
+    """Return the memory of a process, with shared memory divided among its users."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -95,13 +95,13 @@ def proportional_bytes(pid: int) -> int:
 
 
 def own_peak_bytes() -> int:
-    """Peak memory of this process."""
+    """Return the peak memory of this process."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def measure(bench: Benchmark, name: str, kinds: list[str], num_workers: int, directory: Path) -> None:
-    """Score one batch, and hold it against what must come out."""
+    """Score one batch, and compare the outcomes with the expected ones."""
     marker = f"{name}-{os.getpid()}"
     config = RewardConfig(
         functions={"square": RewardFunctionConfig(name="benchmarks.rewards:score")},
@@ -155,15 +155,15 @@ def main() -> int:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--samples", type=int, default=10_000)
     arguments.add_argument("--workers", type=int, default=4)
-    given = arguments.parse_args()
+    options = arguments.parse_args()
     bench = Benchmark("rewards")
     with tempfile.TemporaryDirectory() as directory:
         for name, kinds in {
-            "all good": ["good"] * given.samples,
-            "under fire": [behaviour(row) for row in range(given.samples)],
+            "all good": ["good"] * options.samples,
+            "under fire": [behaviour(row) for row in range(options.samples)],
         }.items():
-            measure(bench, name, kinds, given.workers, Path(directory))
-    return bench.finish(given)
+            measure(bench, name, kinds, options.workers, Path(directory))
+    return bench.finish(options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Seconds that training waits for a checkpoint: one that is written while it goes on, beside one that is waited for.
+"""Time that training waits for a checkpoint: saved in the background, compared with saved before training continues.
 
     python benchmarks/saving.py [--repeats N] [--json FILE]
 
-`mrl train` of the demo's model and of one of 30 million parameters in float32, with `training.background_save` and
-without, in turns; every step saves. `save_s` is the phase `save`, without the last one of a run, which always waits;
-`step_s` is a whole step with its save, so that what writing takes from the next step shows. Every checkpoint of a run
-is there in the end, and verified.
+`mrl train` runs the demo's model and one of 30 million parameters in float32, with and without
+`training.background_save`, in turns; every step saves. `save_s` is the phase `save`, without the last one of a run,
+which always waits. `step_s` is a whole step with its save, which includes the slowdown of the next step by writing. At
+the end, all checkpoints of a run must exist and be intact.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ training: {{steps: {steps}, save_every: 1, keep: {steps}}}
 
 
 def make_large(directory: Path) -> Path:
-    """30 million parameters."""
+    """Create a model of 30 million parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -57,7 +57,7 @@ def make_large(directory: Path) -> Path:
 
 
 def run(config: Path, name: str, background: bool) -> tuple[list[float], list[float], list[Saved]]:
-    """Seconds of saves and of steps, but of the first step and the last, and what was saved."""
+    """Return the seconds of saves and of steps, without the first and the last, and the saved checkpoints."""
     overrides = [f"run.name={name}", f"training.background_save={str(background).lower()}"]
     command = [sys.executable, "-c", MAIN, "train", str(config), *overrides]
     subprocess.run(command, cwd=ROOT, check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
@@ -70,16 +70,16 @@ def run(config: Path, name: str, background: bool) -> tuple[list[float], list[fl
 
 
 def main() -> int:
-    """Both models, both ways, in turns."""
-    options = parser("Seconds that training waits for a checkpoint.")
+    """Run both models in both ways, in turns."""
+    options = parser("Time that training waits for a checkpoint.")
     arguments = options.parse_args()
     from mrl.demo.model import make_model
 
     bench = Benchmark("saving")
-    for what in ("demo", "30 million"):
+    for model_name in ("demo", "30 million"):
         with tempfile.TemporaryDirectory() as made:
             directory = Path(made)
-            model = make_model(directory / "model", seed=1) if what == "demo" else make_large(directory / "model")
+            model = make_model(directory / "model", seed=1) if model_name == "demo" else make_large(directory / "model")
             config = directory / "run.yaml"
             config.write_text(CONFIG.format(directory=directory, model=model, steps=STEPS))
             saves: dict[bool, list[float]] = {True: [], False: []}
@@ -87,22 +87,24 @@ def main() -> int:
             saved: list[Saved] = []
             for number in range(2 * arguments.repeats):
                 background = number % 2 == 0
-                found = run(config, f"run-{number}", background)
-                saves[background] += found[0]
-                steps[background] += found[1]
-                saved += found[2]
+                results = run(config, f"run-{number}", background)
+                saves[background] += results[0]
+                steps[background] += results[1]
+                saved += results[2]
             for background, name in ((False, "waited for"), (True, "while training goes on")):
                 bench.row(
-                    model=what,
+                    model=model_name,
                     save=name,
                     save_s=statistics.median(saves[background]),
                     longest_save_s=max(saves[background]),
                     step_s=statistics.median(steps[background]),
                     megabytes=saved[-1].bytes / 1e6,
                 )
-            bench.goal(f"checkpoints that are not there, {what}", 2 * arguments.repeats * STEPS - len(saved), at_most=0)
+            bench.goal(
+                f"checkpoints that are not there, {model_name}", 2 * arguments.repeats * STEPS - len(saved), at_most=0
+            )
             share = statistics.median(saves[True]) / statistics.median(saves[False])
-            if what != "demo":
+            if model_name != "demo":
                 bench.goal("seconds that training waits, over those of a save that is waited for", share, at_most=0.5)
     return bench.finish(arguments)
 

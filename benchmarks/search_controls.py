@@ -1,4 +1,4 @@
-"""What `search_demo.py` compares with: a retriever that knows nothing, and training without the mask."""
+"""Controls for `search_demo.py`: a retriever without results, and training without the mask."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from mrl.protocol.columns import Jagged
 
 
 class SilentSearch(FactSearch):
-    """Finds nothing, and knows the answer all the same."""
+    """Finds nothing, but knows the answers."""
 
     def step(self, turn: Turn) -> Observation | Done:
-        said = super().step(turn)
-        return Observation(results=["" for _ in turn.calls]) if isinstance(said, Observation) else said
+        result = super().step(turn)
+        return Observation(results=["" for _ in turn.calls]) if isinstance(result, Observation) else result
 
 
 @contextmanager
 def without_mask() -> Iterator[None]:
-    """Train on what the environment answers as if the model had written it."""
+    """Train on the environment's answers as if the model had written them."""
     from mrl.trainer.generation import Generator
 
-    of_samples = Generator._columns
+    original_columns = Generator._columns
 
     def columns(generator: Generator, *arguments: Any) -> DataProto:
-        batch = of_samples(generator, *arguments)
+        batch = original_columns(generator, *arguments)
         mask, log_probs = batch["response_mask"], batch["rollout_log_probs"]
         batch = batch.with_column("response_mask", Jagged(torch.ones_like(mask.values), mask.lengths))
         return batch.with_column("rollout_log_probs", Jagged(log_probs.values.nan_to_num(0.0), log_probs.lengths))

@@ -1,12 +1,12 @@
-"""`mrl demo --task search` over seeds, beside two controls that start from the same warmed-up model.
+"""`mrl demo --task search` for several seeds, with two controls that start from the same warmed-up model.
 
     python benchmarks/search_demo.py [--seeds 1 2 3] [--steps 50] [--only NAME ...] [--json FILE]
 
-silent:   the retriever finds nothing, so that nobody can be right more often than by chance
-no mask:  what the environment answers is trained on as if the model had written it
+silent:   the retriever finds nothing, so that correct answers are only possible by chance no mask:  the environment's
+answers are trained on as if the model had written them
 
-Accuracy is that of sampled answers to questions about keys that are never trained on; searches are those of the last
-five steps. A conversation needs as many searches as its question has hops, 1.5 on average.
+Accuracy is that of sampled answers to questions about held-out keys. Searches are those of the last five steps. A
+conversation needs as many searches as its question has hops, 1.5 on average.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LAST = 5
 CHANGES: dict[str, list[str]] = {
     "search": [],
     "silent": ["agent.environments.facts.name=benchmarks.search_controls:SilentSearch"],
-    "no mask": ["sync.probe_every=0"],  # the engine has no log-probs of what it has not written
+    "no mask": ["sync.probe_every=0"],  # the engine has no log-probs of the environment's tokens
 }
-"""Name -> what is changed of the demo's configuration."""
+"""Name -> changes to the demo's configuration."""
 
 
 def main() -> int:
-    """One model a seed, which all of them begin with."""
-    options = parser("The demo's search and its controls.")
+    """Create one model per seed, as the start of all runs."""
+    options = parser("The demo's search task and its controls.")
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     options.add_argument("--steps", type=int, default=SEARCH.steps)
     options.add_argument("--only", nargs="+", choices=CHANGES, default=list(CHANGES), metavar="NAME")
@@ -67,12 +67,12 @@ def _runs_of(directory: Path, seed: int, steps: int, names: list[str]) -> dict[s
         warm_up: dict[str, float] = {}
         model = warm_model(first, console, warm_up)
         for name in names:
-            here = directory / name.replace(" ", "-")
-            here.mkdir()
-            settings = DemoSettings(here, seed, "grpo", steps=steps, task=SEARCH)
+            run_directory = directory / name.replace(" ", "-")
+            run_directory.mkdir()
+            settings = DemoSettings(run_directory, seed, "grpo", steps=steps, task=SEARCH)
             with without_mask() if name == "no mask" else nullcontext():
                 result = learn(settings, model, console, dict(warm_up), CHANGES[name])
-            rows[name] = _row(name, seed, result, here / SEARCH.run)
+            rows[name] = _row(name, seed, result, run_directory / SEARCH.run)
             print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[name].items()})
             sys.stdout.flush()
     return rows
@@ -81,9 +81,9 @@ def _runs_of(directory: Path, seed: int, steps: int, names: list[str]) -> dict[s
 def _row(name: str, seed: int, result: DemoResult, run: Path) -> dict[str, Any]:
     if result.figures is None:
         raise SystemExit("stopped")
-    of_steps = [line for line in read_metrics(run / "metrics.jsonl") if "agent/calls/mean" in line]
+    step_lines = [line for line in read_metrics(run / "metrics.jsonl") if "agent/calls/mean" in line]
     searches = {
-        f"searches_{source}": fmean(line[f"reward/{source}/facts/searches/mean"] for line in of_steps[-LAST:])
+        f"searches_{source}": fmean(line[f"reward/{source}/facts/searches/mean"] for line in step_lines[-LAST:])
         for source in HOPS
     }
     return {
@@ -94,23 +94,23 @@ def _row(name: str, seed: int, result: DemoResult, run: Path) -> dict[str, Any]:
         **{source: result.figures[SEARCH.solved.replace("val/", f"val/{source}/")] for source in HOPS},
         "searches": fmean(searches.values()),
         **searches,
-        "mean_score": fmean(line["critic/score/mean"] for line in of_steps),
-        "mismatch": max(line["mismatch/log_prob_abs_diff_mean"] for line in of_steps),
+        "mean_score": fmean(line["critic/score/mean"] for line in step_lines),
+        "mismatch": max(line["mismatch/log_prob_abs_diff_mean"] for line in step_lines),
         "minutes": sum(result.seconds.values()) / 60,
     }
 
 
-def _goals(bench: Benchmark, what: str, name: str, row: dict[str, Any]) -> None:
+def _goals(bench: Benchmark, prefix: str, name: str, row: dict[str, Any]) -> None:
     if name == "silent":
-        bench.goal(f"{what}: right after", row["after"], at_most=0.05)
+        bench.goal(f"{prefix}: right after", row["after"], at_most=0.05)
     if name != "search":
         return
     right, two_hops = SEARCH.goals.values()
-    bench.goal(f"{what}: right before", row["before"], at_most=MAX_WARM_START)
-    bench.goal(f"{what}: right after", row["after"], at_least=right)
-    bench.goal(f"{what}: right after two hops", row["two_hops"], at_least=two_hops)
-    bench.goal(f"{what}: searches missing or too many, of 1.5", abs(row["searches"] - 1.5), at_most=0.1)
-    bench.goal(f"{what}: minutes, the warm-up included", row["minutes"], at_most=MINUTES)
+    bench.goal(f"{prefix}: right before", row["before"], at_most=MAX_WARM_START)
+    bench.goal(f"{prefix}: right after", row["after"], at_least=right)
+    bench.goal(f"{prefix}: right after two hops", row["two_hops"], at_least=two_hops)
+    bench.goal(f"{prefix}: searches missing or too many, of 1.5", abs(row["searches"] - 1.5), at_most=0.1)
+    bench.goal(f"{prefix}: minutes, the warm-up included", row["minutes"], at_most=MINUTES)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""How many of several hundred faults in mrl the tests notice, package by package.
+"""Share of several hundred seeded faults in mrl that the tests detect, by package.
 
     python benchmarks/seeded_faults.py [--json FILE] [--only TEXT] [--slow] [--jobs N] [--verdicts FILE]
 
-`benchmarks/faults/` holds the faults, a file per package, and `tests.toml`, which says what a change of a file runs.
-The sources are copied to a temporary folder, one fault is put into the copy, and those tests run on it until the first
-fails, in a process that has the heavy libraries loaded already; without the fault that test must pass. With `--slow`
-the slow ones follow where the quick ones have let a fault pass. With `--verdicts`, each verdict is written down at
-once, and those that stand there are not sought again: all faults take hours, which need not be in one piece.
-`results/seeded_faults_verdicts.jsonl` is such a file; it counts for faults that still read as they did.
-`further.toml` holds faults that were planted only after the tests had been finished.
+`benchmarks/faults/` has the faults, one file per package, and `tests.toml`, which lists the tests for changes of a
+file. The sources are copied to a temporary folder, one fault is put into the copy, and the tests run on it until the
+first failure, in a process that has already loaded the heavy libraries; without the fault, the failing test must pass.
+With `--slow`, the slow tests run if the quick ones miss a fault. With `--verdicts`, each verdict is written
+immediately, and faults with a verdict are skipped: all faults take hours, which can be split.
+`results/seeded_faults_verdicts.jsonl` is such a file; a verdict is valid while its fault is unchanged. `further.toml`
+has faults that were added after the tests had been finished.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FURTHER = "further"
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 COPIED = ("mrl", "tests", "benchmarks", "configs", "launch", "docs", *PAGES, "pyproject.toml")
 LIMITS_S = {"quick": 300.0, "slow": 600.0}
-"""Of one call of pytest. What is then still running has not noticed anything."""
+"""Time limit of one call of pytest. Tests that are still running have not detected the fault."""
 CASES_PER_TEST = "25"
 MIN_SHARES = {"all": 0.95, "package": 0.9, FURTHER: 0.9}
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # pytest's exit codes
 DEADLY = [-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGUSR1, -signal.SIGSEGV, -signal.SIGABRT]
-"""By which a fault may end the tests themselves; SIGKILL may be the machine's, for lack of memory."""
+"""Exit codes by which a fault may end the tests themselves. SIGKILL may come from the machine, when memory runs out."""
 
 
 @dataclass(frozen=True)
@@ -57,52 +57,52 @@ class Fault:
     new: str
     what: str = ""
     group: str = ""
-    """Its package, or `further`."""
+    """Package of the fault, or `further`."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests made of a fault."""
+    """Result of the tests for a fault."""
 
     fault: Fault
     caught: str
-    """quick, slow, no, or invalid where no test could be collected."""
+    """`quick`, `slow`, `no`, or `invalid` if no test could be collected."""
     by: str
     seconds: float
 
 
 def read_faults() -> list[Fault]:
-    """All faults; the text of each occurs once in its file."""
-    found = []
+    """Return all faults, after checking that each text occurs once in its file."""
+    faults = []
     for path in sorted(FAULTS.glob("*.toml")):
         if path.stem != "tests":
-            found += [Fault(**each, group=path.stem) for each in tomllib.loads(path.read_text())["fault"]]
-    for fault in found:
-        if (times := (REPOSITORY / fault.file).read_text().count(fault.old)) != 1:
-            raise SystemExit(f"{fault.id}: {fault.file} has this {times} times, not once: {fault.old}")
+            faults += [Fault(**entry, group=path.stem) for entry in tomllib.loads(path.read_text())["fault"]]
+    for fault in faults:
+        if (count := (REPOSITORY / fault.file).read_text().count(fault.old)) != 1:
+            raise SystemExit(f"{fault.id}: {fault.file} has this text {count} times, not once: {fault.old}")
     order = list(table()["quick"])
-    return sorted(found, key=lambda fault: order.index(package_of(fault.file)))
+    return sorted(faults, key=lambda fault: order.index(package_of(fault.file)))
 
 
 def table() -> dict[str, Any]:
-    """What `tests.toml` says."""
+    """Return the content of `tests.toml`."""
     return tomllib.loads((FAULTS / "tests.toml").read_text())
 
 
 def package_of(file: str) -> str:
-    """`mrl/trainer` of `mrl/trainer/ppo.py`."""
+    """Return the package of a file: `mrl/trainer` for `mrl/trainer/ppo.py`."""
     return "/".join(file.split("/")[:2])
 
 
 def tests_of(file: str, speed: str) -> list[str]:
-    """What a change of a file runs, one call of pytest each: its own tests first, then those of its package."""
-    own = Path("tests", *Path(file).parts[1:-1], f"test_{Path(file).stem}.py")
+    """Return the tests for a change of a file, one call of pytest each: its own tests first, then its package's."""
+    own_tests = Path("tests", *Path(file).parts[1:-1], f"test_{Path(file).stem}.py")
     chosen: list[str] = table()[speed].get(package_of(file), [])
-    return [str(own), *chosen] if (REPOSITORY / own).exists() else chosen
+    return [str(own_tests), *chosen] if (REPOSITORY / own_tests).exists() else chosen
 
 
 def copy_of_sources(folder: Path) -> None:
-    """What the tests need."""
+    """Copy everything that the tests need."""
     for name in COPIED:
         source = REPOSITORY / name
         if source.is_dir():
@@ -112,7 +112,7 @@ def copy_of_sources(folder: Path) -> None:
 
 
 class FirstFailure:
-    """A plugin of pytest: the first test that fails, and where one cannot even be read."""
+    """A pytest plugin that records the first failing test, or the first test that cannot be collected."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -127,7 +127,7 @@ class FirstFailure:
 
 
 def run_tests(folder: Path, tests: str, speed: str) -> tuple[int, str]:
-    """pytest's exit code on the copy, in a fork, and the first test that failed; PASSED where the time is over."""
+    """Return pytest's exit code on the copy, in a fork, and the first failing test; PASSED if time is up."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -136,8 +136,8 @@ def run_tests(folder: Path, tests: str, speed: str) -> tuple[int, str]:
     os.close(writing)
     deadline, status = time.monotonic() + LIMITS_S[speed], None
     while status is None and time.monotonic() < deadline:
-        done, found = os.waitpid(child, os.WNOHANG)
-        status = found if done else None
+        done, wait_status = os.waitpid(child, os.WNOHANG)
+        status = wait_status if done else None
         time.sleep(0.05)
     if status is None:
         os.killpg(child, signal.SIGKILL)
@@ -155,7 +155,7 @@ def _tests_in_child(folder: Path, tests: str, speed: str, writing: int) -> None:
     os.chdir(folder)
     os.environ |= {"MRL_ALGO_CASES": CASES_PER_TEST, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     sys.path[0] = str(folder)
-    del sys.modules["__main__"].__file__  # or processes that tests spawn would begin with this file, and its mrl
+    del sys.modules["__main__"].__file__  # otherwise processes spawned by tests would import this file's mrl
     for name in [name for name in sys.modules if name.split(".")[0] in ("mrl", "tests", "benchmarks")]:
         del sys.modules[name]
     sys.dont_write_bytecode = True
@@ -172,7 +172,7 @@ def _tests_in_child(folder: Path, tests: str, speed: str, writing: int) -> None:
 
 
 class Judge:
-    """Puts faults into a copy of the sources and looks what notices them."""
+    """Puts faults into a copy of the sources and runs the tests."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -180,14 +180,14 @@ class Judge:
         copy_of_sources(folder)
 
     def judge(self, fault: Fault, speeds: Sequence[str]) -> Verdict:
-        """Run the fault's tests, those of its own module first, until one fails that passes without the fault."""
+        """Run the fault's tests, its own module's first, until one fails that passes without the fault."""
         began, path = time.monotonic(), self.folder / fault.file
-        whole, notes = path.read_text(), []
+        original, notes = path.read_text(), []
         for speed in speeds:
             for tests in tests_of(fault.file, speed):
-                path.write_text(whole.replace(fault.old, fault.new))
+                path.write_text(original.replace(fault.old, fault.new))
                 code, by = run_tests(self.folder, tests, speed)
-                path.write_text(whole)
+                path.write_text(original)
                 if code == PASSED or (by and not self._is_sound(by, speed)):
                     notes += [by] if by else []
                     continue
@@ -196,7 +196,7 @@ class Judge:
         return Verdict(fault, "no", ", ".join(notes), time.monotonic() - began)
 
     def _is_sound(self, test: str, speed: str) -> bool:
-        """Whether it passes without any fault; if not, what it says of one is nothing."""
+        """Return whether a test passes without any fault; otherwise its failure means nothing."""
         if test not in self._sound:
             self._sound[test] = run_tests(self.folder, test, speed)[0] == PASSED
         return self._sound[test]
@@ -212,13 +212,13 @@ def _work(faults: Sequence[Fault], speeds: Sequence[str], waiting: Queue[int | N
 
 
 def _preload() -> None:
-    """What most tests load first: a fork has it at once."""
+    """Load what most tests load first, so that forks have it immediately."""
     import hypothesis  # noqa: F401
     import pytest  # noqa: F401
     import torch
     import torch.multiprocessing
 
-    import tests.conftest  # noqa: F401  # the variables that it sets are read when libraries are imported
+    import tests.conftest  # noqa: F401  # it sets variables that libraries read on import
 
     importlib.import_module("transformers.models.auto.modeling_auto")
 
@@ -226,7 +226,7 @@ def _preload() -> None:
 
 
 def verdicts(faults: Sequence[Fault], speeds: Sequence[str], jobs: int) -> Iterator[Verdict]:
-    """Every fault's, as they come."""
+    """Yield the verdict of every fault, in order of completion."""
     context = multiprocessing.get_context("fork")
     waiting: Queue[int | None] = context.Queue()
     done: Queue[Verdict] = context.Queue()
@@ -245,7 +245,7 @@ def verdicts(faults: Sequence[Fault], speeds: Sequence[str], jobs: int) -> Itera
 
 
 def known_verdicts(path: Path, faults: Sequence[Fault]) -> list[Verdict]:
-    """What an earlier call has written of these faults; one that reads otherwise since then is not among them."""
+    """Return the verdicts of an earlier call on these faults, without faults that have changed since."""
     by_text = {(fault.id, fault.old, fault.new): fault for fault in faults}
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     texts = [(line["id"], line["old"], line["new"]) for line in lines]
@@ -257,44 +257,49 @@ def known_verdicts(path: Path, faults: Sequence[Fault]) -> list[Verdict]:
 
 
 def write_verdict(path: Path, verdict: Verdict) -> None:
-    """One line more."""
+    """Append one line."""
     fault = verdict.fault
     line = {"id": fault.id, "old": fault.old, "new": fault.new, "caught": verdict.caught, "by": verdict.by}
     with path.open("a") as file:
         file.write(json.dumps(line | {"seconds": round(verdict.seconds, 1)}) + "\n")
 
 
-def summarize(bench: Benchmark, found: Sequence[Verdict]) -> None:
-    """A row per package, the faults that were not noticed, and the goals."""
+def summarize(bench: Benchmark, judged: Sequence[Verdict]) -> None:
+    """Add a row per package, the undetected faults, and the goals."""
     groups: dict[str, list[Verdict]] = {}
-    for verdict in found:
+    for verdict in judged:
         groups.setdefault(verdict.fault.group, []).append(verdict)
     planted = [verdict for group, of_group in groups.items() for verdict in of_group if group != FURTHER]
     for group, of_group in [*sorted(groups.items()), ("all", planted)]:
-        counts = {kind: sum(each.caught == kind for each in of_group) for kind in ("quick", "slow", "no", "invalid")}
+        counts = {
+            kind: sum(verdict_of_group.caught == kind for verdict_of_group in of_group)
+            for kind in ("quick", "slow", "no", "invalid")
+        }
         bench.row(group=group, faults=len(of_group), **counts)
-    for verdict in found:
+    for verdict in judged:
         if verdict.caught in ("no", "invalid"):
             bench.row(group=verdict.fault.group, fault=verdict.fault.id, what=verdict.fault.what or verdict.fault.new)
-    bench.goal("faults", len(found), at_least=200)
+    bench.goal("faults", len(judged), at_least=200)
     bench.goal("share caught, all", share(planted), at_least=MIN_SHARES["all"])
     for group, of_group in sorted(groups.items()):
         bench.goal(f"share caught, {group}", share(of_group), at_least=MIN_SHARES["package"])
 
 
 def share(found: Sequence[Verdict]) -> float:
-    """Of the valid faults."""
+    """Return the share of valid faults that were detected."""
     valid = [verdict for verdict in found if verdict.caught != "invalid"]
     return sum(verdict.caught != "no" for verdict in valid) / max(1, len(valid))
 
 
 def main() -> int:
     """Judge the chosen faults, and count."""
-    arguments_parser = parser("How many of several hundred faults in mrl the tests notice.")
-    arguments_parser.add_argument("--only", default="", help="only faults whose id is this, or whose file contains it")
-    arguments_parser.add_argument("--slow", action="store_true", help="run slow tests too, where no quick one fails")
-    arguments_parser.add_argument("--jobs", type=int, default=1, help="faults that are judged at a time")
-    arguments_parser.add_argument("--verdicts", type=Path, help="a file of verdicts: read, and continued")
+    arguments_parser = parser("Share of several hundred seeded faults in mrl that the tests detect.")
+    arguments_parser.add_argument(
+        "--only", default="", help="only faults with this id, or whose file contains this text"
+    )
+    arguments_parser.add_argument("--slow", action="store_true", help="also run slow tests, if no quick test fails")
+    arguments_parser.add_argument("--jobs", type=int, default=1, help="faults that are judged at the same time")
+    arguments_parser.add_argument("--verdicts", type=Path, help="a file of verdicts to read and continue")
     arguments = arguments_parser.parse_args()
     only = arguments.only.split(",")
     faults = [

@@ -1,11 +1,11 @@
-"""A long run under a schedule of faults, whose processes, files and memory are watched all the while.
+"""A long run with scheduled faults, whose processes, files and memory are watched.
 
     python benchmarks/soak.py [--steps 1000] [--faults 44] [--seed 1] [--directory DIR] [--json FILE]
 
-`mrl train` of a tiny model with a real engine, beside a run that nobody disturbs. A seed draws which fault comes at
-which step; every kind comes in turn. In the end the figures of all steps must be those of the undisturbed run, every
-fault must have left what says so, and nothing may have grown with the number of steps: memory, open files, shared
-memory, files beside checkpoints. A directory that is named again goes on where it was left.
+`mrl train` of a tiny model with a real engine, compared with an undisturbed run. A seed draws the step of each fault;
+all kinds take turns. At the end, the metrics of all steps must equal those of the undisturbed run, every fault must
+have left a trace, and nothing may have grown with the number of steps: memory, open files, shared memory, files next to
+checkpoints. With the same directory, an interrupted soak continues.
 """
 
 from __future__ import annotations
@@ -65,21 +65,23 @@ training:
   trackers: ["benchmarks.soak_parts:Tracker"]
 """
 NOT_COMPARED = ("mismatch/", "reward/retr", "rollout/retr")
-"""Beginnings of names of what a fault may change: bits of log-probs depend on who is generated together."""
+"""Prefixes of metrics that a fault may change: bits of log-probs depend on the samples generated together."""
 WATCH_S = 0.5
 JUDGED = {"raylet/raylet", "gcs/gcs_server", "--attempt", "ray::"}
-"""Ray, the driver and the workers: one of each has to live long enough for its growth to be told."""
+"""Ray, the driver and the workers: one of each must live long enough to judge its growth."""
 _LINE_BYTES = 1 << 16
 WARM, MIN_STEPS = 0.2, 150
-"""Of a process's life, in which it may grow: libraries load what they need when they need it first, and a raylet takes
-60 steps for that. Who is watched for fewer steps after it cannot be told from one that still warms up."""
+"""Share of a process's life in which it may grow: libraries load on first use, and a raylet takes 60 steps for that.
+
+A process with fewer steps after it may still be warming up.
+"""
 LIMITS = {"rss_mib": 0.05, "files": 2.0, "shared_mib": 16.0, "entries": 4.0}
-"""What 100 steps may add: a share of resident memory, open files, what is in /dev/shm, entries of the run directory."""
+"""Limits of growth in 100 steps: share of resident memory, open files, MiB in /dev/shm, entries of the run."""
 
 
 @dataclass
 class Soak:
-    """The run, as its processes and files show it."""
+    """The run, with its processes and files."""
 
     config: Path
     chance: random.Random
@@ -92,7 +94,7 @@ class Soak:
 
     @property
     def faults(self) -> Path:
-        """Where all that were done are written, for a soak that goes on."""
+        """File with all faults so far, for a soak that continues."""
         return self.config.parent / "faults.jsonl"
 
     def note(self, fault: dict[str, Any]) -> None:
@@ -101,7 +103,7 @@ class Soak:
             file.write(json.dumps(fault) + "\n")
 
     def step(self) -> int:
-        """Return the newest step whose figures are written."""
+        """Return the newest step with written metrics."""
         with suppress(FileNotFoundError, IndexError), (self.run / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES))
             return int(json.loads(file.read().split(b"\n")[-2])["step"])
@@ -109,21 +111,21 @@ class Soak:
 
     def events(self) -> list[Event]:
         path = self.run / "events.jsonl"
-        return [each.event for each in read_events(path)] if path.exists() else []
+        return [record.event for record in read_events(path)] if path.exists() else []
 
     def worker(self, role: str) -> int:
-        """Return the process of a role that was started last, 0 while none runs."""
+        """Return the last started process of a role; 0 while none runs."""
         pids = [event.pids[-1] for event in self.events() if isinstance(event, WorkersStarted) and event.role == role]
         return pids[-1] if pids and (read_process(pids[-1]) or "Z")[0] not in "ZX" else 0
 
     def named(self, name: str) -> int:
-        """Return the newest process of the run whose command holds this; 0 where there is none."""
-        found = [pid for pid, command in processes_below(self.attempt.process.pid) if name in command]
-        return max(found, default=0)
+        """Return the newest process of the run with this text in its command; 0 if none runs."""
+        pids = [pid for pid, command in processes_below(self.attempt.process.pid) if name in command]
+        return max(pids, default=0)
 
 
 Fault = Callable[[Soak], bool]
-"""Does it; whether there was something to do it to."""
+"""Causes the fault. Returns whether there was something to apply it to."""
 
 
 def signalled(who: Callable[[Soak], int], number: signal.Signals) -> Fault:
@@ -139,7 +141,7 @@ def signalled(who: Callable[[Soak], int], number: signal.Signals) -> Fault:
 
 
 def restarted(number: signal.Signals) -> Fault:
-    """The command itself ends by this signal, and is given again."""
+    """Return a fault that ends the command by this signal and starts it again."""
 
     def fault(soak: Soak) -> bool:
         os.kill(soak.attempt.process.pid, number)
@@ -150,20 +152,20 @@ def restarted(number: signal.Signals) -> Fault:
     return fault
 
 
-def told(what: str) -> Fault:
-    """The run's own reward or tracker does it, once, when it finds this file."""
+def requested(name: str) -> Fault:
+    """Return a fault that the run's own reward or tracker causes once, when it finds this file."""
 
     def fault(soak: Soak) -> bool:
-        (soak.config.parent / "faults" / what).touch()
+        (soak.config.parent / "faults" / name).touch()
         return True
 
     return fault
 
 
 def full_disk(soak: Soak) -> bool:
-    """No file of the driver may grow for a while, as on a full disk; what it started meanwhile would inherit that.
+    """Keep the driver's files from growing for a while, as on a full disk. Processes started meanwhile inherit this.
 
-    A run that starts on a full disk ends with what it could not write, so this comes once it trains again.
+    A run that starts on a full disk ends with an error, so this waits until the run trains again.
     """
     if soak.done and soak.step() <= soak.done[-1]["step"]:
         return False
@@ -179,17 +181,17 @@ def full_disk(soak: Soak) -> bool:
 
 FAULTS: dict[str, Fault] = {
     "engine killed": signalled(lambda soak: soak.worker("rollout-0"), signal.SIGKILL),
-    "reward worker killed": told("die"),
+    "reward worker killed": requested("die"),
     "actor killed": signalled(lambda soak: soak.worker("actor"), signal.SIGKILL),
-    "reward raises": told("raise"),
+    "reward raises": requested("raise"),
     "engine stopped": signalled(lambda soak: soak.worker("rollout-0"), signal.SIGSTOP),
     "disk full": full_disk,
     "saved and stopped": restarted(signal.SIGTERM),
-    "reward hangs": told("hang"),
+    "reward hangs": requested("hang"),
     "actor stopped": signalled(lambda soak: soak.worker("actor"), signal.SIGSTOP),
-    "tracker raises": told("tracker"),
+    "tracker raises": requested("tracker"),
     "command killed": restarted(signal.SIGKILL),
-    "reward crawls": told("crawl"),
+    "reward crawls": requested("crawl"),
     "driver killed": signalled(lambda soak: soak.named("--attempt"), signal.SIGKILL),
     "raylet killed": signalled(lambda soak: soak.named("raylet/raylet"), signal.SIGKILL),
     "GCS killed": signalled(lambda soak: soak.named("gcs/gcs_server"), signal.SIGKILL),
@@ -200,34 +202,34 @@ ENDS = {
     *("actor killed", "actor stopped", "saved and stopped", "command killed"),
     *("driver killed", "raylet killed", "GCS killed"),
 }
-"""What driver or Ray do not live through."""
+"""Faults that end the driver or Ray."""
 
 
 def processes_below(root: int) -> Iterator[tuple[int, str]]:
-    """Yield a process and all that it started, with their commands."""
+    """Yield a process and all of its descendants, with their commands."""
     children: dict[int, list[int]] = defaultdict(list)
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with suppress(OSError):
                 children[int((entry / "stat").read_text().rpartition(")")[2].split()[1])].append(int(entry.name))
-    left = [root]
-    while left:
-        pid = left.pop()
-        left += children[pid]
+    remaining = [root]
+    while remaining:
+        pid = remaining.pop()
+        remaining += children[pid]
         with suppress(OSError):
             yield pid, (Path("/proc") / str(pid) / "cmdline").read_text().replace("\0", " ")
 
 
 @dataclass
 class Watch:
-    """Samples of every process and directory, by the step at which they were taken."""
+    """Samples of every process and directory, by step."""
 
     soak: Soak
     path: Path
     at: float = 0.0
 
     def look(self) -> None:
-        """Write one sample down, now and then."""
+        """Write a sample, at most twice per second."""
         if time.monotonic() - self.at < WATCH_S or not self.soak.run.exists():
             return
         self.at = time.monotonic()
@@ -245,7 +247,7 @@ class Watch:
 
 
 def label(command: str) -> str:
-    """Name what runs, without what differs from one to the next."""
+    """Return the name of a command without its variable parts."""
     for name in ("raylet/raylet", "gcs/gcs_server", "--attempt", "rewards", "keeper", "ray::", "VLLM", "mrl.cli.main"):
         if name in command:
             return name
@@ -253,11 +255,11 @@ def label(command: str) -> str:
 
 
 def growth(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield of each process that lived long enough, and of the directories, what 100 steps add."""
+    """Yield the growth in 100 steps of each long-lived process and of the directories."""
     lives: dict[tuple[str, int], list[tuple[int, float, float]]] = defaultdict(list)
     for line in lines:
-        for each in line["processes"]:
-            lives[each["what"], each["pid"]].append((line["step"], each["rss_mib"], each["files"]))
+        for process in line["processes"]:
+            lives[process["what"], process["pid"]].append((line["step"], process["rss_mib"], process["files"]))
     for (what, pid), life in lives.items():
         first = min(step for step, _, _ in life)
         trained = life[max(at for at, sample in enumerate(life) if sample[0] == first) :]  # not while it starts
@@ -275,15 +277,15 @@ def growth(lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def per_100(points: list[tuple[int, float]]) -> float:
-    """Return the slope of a line through these, in 100 steps."""
+    """Return the slope of a regression line through the points, per 100 steps."""
     steps, values = [float(step) for step, _ in points], [value for _, value in points]
     return 100 * statistics.linear_regression(steps, values).slope if len(set(steps)) > 1 else 0.0
 
 
 def schedule(num_steps: int, num_faults: int, chance: random.Random) -> list[tuple[int, str]]:
-    """Return what comes at which step: every kind in turn, at random steps, none in the last tenth.
+    """Return the faults by step: all kinds in turn, at random steps, none in the last tenth.
 
-    In the second half come only those that driver and Ray live through, whose growth is told over all of it.
+    In the second half, only faults that the driver and Ray survive occur, so that their growth can be measured over it.
     """
     kinds = (list(FAULTS) * (num_faults // len(FAULTS) + 1))[:num_faults]
     last = {kind: int(num_steps * (0.5 if kind in ENDS else 0.9)) for kind in FAULTS}
@@ -291,20 +293,20 @@ def schedule(num_steps: int, num_faults: int, chance: random.Random) -> list[tup
 
 
 def torment(soak: Soak, watch: Watch, planned: list[tuple[int, str]], num_steps: int) -> None:
-    """Do each fault when its step has come, until the run is through."""
+    """Cause each fault at its step, until the run has ended."""
     due, last_step, since = list(planned), -1, time.monotonic()
     while True:
         watch.look()
         code = soak.attempt.process.poll()
         if code is not None:
             if code:
-                raise SystemExit(f"the run left with {code}:\n{soak.attempt.log.read_text()[-4000:]}")
+                raise SystemExit(f"the run exited with {code}:\n{soak.attempt.log.read_text()[-4000:]}")
             return
         step = soak.step()
         if step != last_step:
             last_step, since = step, time.monotonic()
         elif time.monotonic() - since > LIMIT_S:
-            raise SystemExit(f"nothing happens after step {step}:\n{soak.attempt.log.read_text()[-4000:]}")
+            raise SystemExit(f"no progress after step {step}:\n{soak.attempt.log.read_text()[-4000:]}")
         if due and step >= due[0][0] and step < num_steps:
             time.sleep(soak.chance.uniform(0, 1))
             if FAULTS[due[0][1]](soak):
@@ -320,7 +322,7 @@ def compared(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def prepare(directory: Path, num_steps: int) -> Path:
-    """Write the configuration, or find the one that was left."""
+    """Write the configuration, unless it exists."""
     config = directory / "run.yaml"
     (directory / "faults").mkdir(exist_ok=True)
     if not config.exists():
@@ -333,12 +335,12 @@ def prepare(directory: Path, num_steps: int) -> Path:
 
 
 def main() -> int:
-    """An undisturbed run, one under faults, and what came of it."""
-    options = parser("A long run under faults, watched.")
+    """Run without faults, then with faults, and report."""
+    options = parser("A long run with faults, watched.")
     options.add_argument("--steps", type=int, default=1000)
     options.add_argument("--faults", type=int, default=3 * len(FAULTS))
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--directory", type=Path, help="one that is kept, and goes on when it is named again")
+    options.add_argument("--directory", type=Path, help="a directory to keep, in which an interrupted soak continues")
     arguments = options.parse_args()
     bench, chance = Benchmark("soak"), random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as made:
@@ -355,15 +357,15 @@ def main() -> int:
             soak.done += map(json.loads, soak.faults.read_text().splitlines())
         watch = Watch(soak, directory / "watch.jsonl")
         begun = soak.step()
-        torment(soak, watch, [each for each in planned if each[0] > begun], arguments.steps)
+        torment(soak, watch, [fault for fault in planned if fault[0] > begun], arguments.steps)
         report(bench, soak, watch, directory, arguments.steps)
         bench.row(what="seconds", undisturbed=undisturbed_s, under_faults=time.monotonic() - began - undisturbed_s)
     return bench.finish(arguments)
 
 
 def report(bench: Benchmark, soak: Soak, watch: Watch, directory: Path, num_steps: int) -> None:
-    """Say what was done, what answered it, and what grew."""
-    for name, num in sorted(Counter(each["fault"] for each in soak.done).items()):
+    """Add rows and goals for the faults, the run's reactions, and growth."""
+    for name, num in sorted(Counter(fault["fault"] for fault in soak.done).items()):
         bench.row(fault=name, num=num)
     events = soak.events()
     for kind in (RunRestarted, ReplicaLost, Retried):

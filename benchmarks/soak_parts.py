@@ -1,4 +1,4 @@
-"""What a run under `soak.py` has of its own: a reward and a tracker that fail once where a file tells them to."""
+"""The reward and the tracker of a run under `soak.py`, which fail once when a file requests it."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from mrl.rewards.sample import Sample
 _FOLDER = "SOAK_FAULTS"
 
 
-def _told(directory: str, what: str) -> bool:
-    """Return whether to fail like this now: whoever takes the file away is the one who does."""
+def _is_requested(directory: str, name: str) -> bool:
+    """Return whether to fail now. The process that removes the file is the one to fail."""
     try:
-        Path(directory, what).unlink()
+        Path(directory, name).unlink()
     except FileNotFoundError:
         return False
     return True
 
 
 def reward(sample: Sample) -> float:
-    """Return another score for another response, if nobody told it to fail."""
+    """Return a score that depends on the response, unless a failure is requested."""
     directory = os.environ[_FOLDER]
-    if _told(directory, "die"):
+    if _is_requested(directory, "die"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if _told(directory, "raise"):
-        raise ValueError("told to")
-    if _told(directory, "hang"):
+    if _is_requested(directory, "raise"):
+        raise ValueError("requested by the soak")
+    if _is_requested(directory, "hang"):
         time.sleep(1000)
-    if _told(directory, "crawl"):
+    if _is_requested(directory, "crawl"):
         time.sleep(2)
     return crc32(sample.response.encode()) / 2**32
 
 
 class Tracker:
-    """Takes nothing, and raises where it is told to."""
+    """Accepts metrics without keeping them, and raises an error on request."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], step: int) -> None:
         self._faults = str(directory.parent.parent / "faults")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take nothing."""
-        if _told(self._faults, "tracker"):
-            raise OSError("told to")
+        """Accept the metrics."""
+        if _is_requested(self._faults, "tracker"):
+            raise OSError("requested by the soak")
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing."""

@@ -1,10 +1,10 @@
-"""From `mrl train` to the first sample and to the first optimizer step, and where the seconds go.
+"""Time from `mrl train` to the first sample and to the first optimizer step, by milestone.
 
     python benchmarks/startup.py
 
-The model of the demo, PPO on two CPU slots: an actor of two ranks, a critic, and one vLLM engine. Times are those of
-the run's own events, counted from when the command is given; what comes before the first event is the interpreter, the
-configuration and its checks. Nothing is validated before the first step.
+The demo's model is trained by PPO on two CPU slots: an actor of two ranks, a critic, and one vLLM engine. Times come
+from the run's own events, counted from the start of the command; before the first event come the interpreter, the
+configuration and its checks. There is no validation before the first step.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ LIMIT_S = 300
 
 
 def measure(directory: Path, config: Path, number: int) -> dict[str, float]:
-    """Seconds from the command to each milestone of one run."""
+    """Return the seconds from the command to each milestone of one run."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    own = [f"run.name=start-{number}", f"run.dir={directory}", "validation.every=0"]
-    command = [sys.executable, "-c", MAIN, "train", str(config), *own]
+    overrides = [f"run.name=start-{number}", f"run.dir={directory}", "validation.every=0"]
+    command = [sys.executable, "-c", MAIN, "train", str(config), *overrides]
     began = time.time()
     options = {"capture_output": True, "text": True, "cwd": ROOT, "timeout": LIMIT_S}
-    ran = subprocess.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, **options)  # type: ignore[call-overload]
-    if ran.returncode:
-        raise SystemExit(ran.stdout + ran.stderr)
-    found: dict[str, float] = {}
+    result = subprocess.run(command, env=environment | {"PYTHONPATH": str(ROOT)}, **options)  # type: ignore[call-overload]
+    if result.returncode:
+        raise SystemExit(result.stdout + result.stderr)
+    milestones: dict[str, float] = {}
     for record in read_events(directory / f"start-{number}" / "events.jsonl"):
         event, at = record.event, record.time - began
         match event:
             case RunStarted():
-                found["to_run_s"] = at
+                milestones["to_run_s"] = at
             case PoolReady():
-                found["to_ray_s"] = at
+                milestones["to_ray_s"] = at
             case WorkersStarted():
-                found[f"to_{event.role.partition('-')[0]}_s"] = at
+                milestones[f"to_{event.role.partition('-')[0]}_s"] = at
             case PhaseEnd(phase="start"):
-                found["to_team_s"] = at
+                milestones["to_team_s"] = at
             case PhaseBegin(phase="old_log_prob") if event.step == 1:
-                found["to_first_samples_s"] = at
+                milestones["to_first_samples_s"] = at
             case PhaseEnd(phase="update_actor") if event.step == 1:
-                found["to_first_step_s"] = at
+                milestones["to_first_step_s"] = at
             case _:
                 pass
-    return found
+    return milestones
 
 
 def main() -> int:
-    """Some runs of one step each."""
-    options = parser("From the command to the first optimizer step.")
+    """Measure several runs of one step each."""
+    options = parser("Time from the command to the first optimizer step.")
     options.set_defaults(repeats=3)
     arguments = options.parse_args()
     from mrl.demo.demo import DemoSettings, demo_yaml

@@ -1,16 +1,16 @@
-"""Where the seconds of a step go, phase by phase, beside the same work done alone.
+"""Time of a step by phase, compared with the same work done alone.
 
     python benchmarks/step_overhead.py              # both sizes
     python benchmarks/step_overhead.py --only demo
 
-demo:  the step of `mrl demo`: PPO, an actor of two ranks, a critic, one engine
-long:  GRPO on the model of 30 million and its long responses, as in end_to_end.py: two ranks and two engines
+demo:  the step of `mrl demo`: PPO, an actor of two ranks, a critic, one engine long:  GRPO on the model of 30 million
+parameters with long responses, as in end_to_end.py: two ranks and two engines
 
-First the trainer does its steps. Then each phase is done again alone, for the rows of each of those steps: generation
-by vLLM's own engine, stepped in a process per replica, of as many tokens for the same prompts; scoring and training by
-Megatron in a process per rank, on rows of the same lengths in the same micro-batches. There is no Ray there, no driver,
-no column to fetch and no weight to send. `overhead` is what the step took beyond that. `flops_s` is how long its matrix
-products would take at the rate that one product of 1024 x 1024 matrices reaches on each core.
+First the trainer does its steps. Then each phase is repeated alone, for the rows of each of those steps: generation of
+the same number of tokens for the same prompts, by vLLM's own engine stepped in one process per replica; scoring and
+training by Megatron in one process per rank, on rows of the same lengths in the same micro-batches. This excludes Ray,
+the driver, and transfers of columns and weights. `overhead` is the additional time of the step. `flops_s` is the time
+of its matrix products at the rate of a product of 1024 x 1024 matrices on each core.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one step had to do: its rows, and which of them belong to each optimizer step."""
+    """Work of one step: its rows, and the rows of each optimizer step."""
 
     prompts: list[Integers]
     responses: Integers
@@ -58,12 +58,12 @@ class StepWork:
 
     @property
     def lengths(self) -> Integers:
-        """Of whole rows."""
+        """Lengths of whole rows."""
         return np.array([len(prompt) for prompt in self.prompts]) + self.responses
 
 
 def demo_config(directory: Path, steps: int) -> Path:
-    """What `mrl demo` writes, for a model that has learned nothing, whose critic and actor train from the beginning."""
+    """Write the configuration of `mrl demo` for an untrained model; actor and critic train from the first step."""
     from mrl.demo.demo import DemoSettings, demo_yaml
     from mrl.demo.model import make_model
 
@@ -74,13 +74,13 @@ def demo_config(directory: Path, steps: int) -> Path:
 
 
 def long_config(directory: Path, steps: int) -> Path:
-    """The larger size of end_to_end.py."""
+    """Write the configuration of the larger size of end_to_end.py."""
     (scene,) = (scene for scene in end_to_end.SCENES if scene.name == "long")
     return end_to_end.our_config(scene, end_to_end.make_model(scene, directory), directory, "long", steps)
 
 
 def train(config: str) -> tuple[list[StepWork], list[dict[str, float]]]:
-    """The trainer's own steps: what each had to do, and its figures."""
+    """Run the trainer's steps, and return the work and the metrics of each."""
     from mrl.observe.console import Console
     from mrl.trainer.ppo import RayPPOTrainer
     from mrl.trainer.run import open_run
@@ -110,7 +110,7 @@ def train(config: str) -> tuple[list[StepWork], list[dict[str, float]]]:
 def model_alone(
     path: str, head: Head, settings: TrainedModelConfig, scored: bool, work: Sequence[StepWork]
 ) -> list[dict[str, float]]:
-    """On every rank: seconds of scoring and of training the rows of each step."""
+    """Return the seconds of scoring and of training the rows of each step, on every rank."""
     import torch
 
     from mrl.data.packing import plan_step
@@ -141,44 +141,44 @@ def model_alone(
         def shard(step: StepWork, rows: Integers) -> tuple[TokenRows, list[Integers]]:
             lengths, responses = step.lengths[rows], step.responses[rows]
             plan = plan_step(lengths, groups.mesh.dp, settings.max_tokens_per_device, engine.packing)
-            mine = plan[groups.at.dp]
+            own_part = plan[groups.at.dp]
             tokens = torch.randint(spec.vocab, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
-            ends = np.cumsum([len(batch) for batch in mine])
+            ends = np.cumsum([len(batch) for batch in own_part])
             cuts = np.split(np.arange(ends[-1]), ends[:-1])
-            return TokenRows(tokens, lengths, responses, {}).take(np.concatenate(mine)), cuts
+            return TokenRows(tokens, lengths, responses, {}).take(np.concatenate(own_part)), cuts
 
         def measure(step: StepWork) -> dict[str, float]:
-            whole, updates = shard(step, np.arange(len(step.prompts))), [shard(step, rows) for rows in step.updates]
+            all_rows, updates = shard(step, np.arange(len(step.prompts))), [shard(step, rows) for rows in step.updates]
             seconds = {"update": once(lambda: [engine.update(*part, loss, request) for part in updates])}
-            return seconds | ({"score": once(lambda: engine.forward(*whole, ScoreRequest()))} if scored else {})
+            return seconds | ({"score": once(lambda: engine.forward(*all_rows, ScoreRequest()))} if scored else {})
 
-        measure(work[0])  # gets warm
+        measure(work[0])  # warm-up
         return [measure(step) for step in work]
 
 
 def engines_alone(config: Config, work: Sequence[StepWork]) -> list[float]:
-    """Seconds in which vLLM alone generates as many tokens for each step's prompts, all engines at once."""
+    """Return the seconds in which vLLM alone generates the same tokens for each step, with all engines in parallel."""
     context, num = multiprocessing.get_context("spawn"), num_engines(config)
     together, ends = context.Barrier(num), []
     processes = []
     for number in range(num):
-        ours, theirs = context.Pipe()
+        own_end, engine_end = context.Pipe()
         share = [(step.prompts[number::num], step.responses[number::num]) for step in work]
         options = dict(config.rollout.vllm) | {"max_model_len": longest_sample_tokens(config.rollout)}
-        arguments = (theirs, together, config.model.path, config.actor.dtype, options, share)
+        arguments = (engine_end, together, config.model.path, config.actor.dtype, options, share)
         processes.append(context.Process(target=_engine_alone, args=arguments, daemon=True))
         processes[-1].start()
-        theirs.close()
-        ends.append(ours)
+        engine_end.close()
+        ends.append(own_end)
     try:
-        found = [end.recv() for end in ends]
+        results = [end.recv() for end in ends]
     except EOFError:
         raise SystemExit("a vLLM alone ended without an answer") from None
     finally:
         for process in processes:
             process.join(30)
             process.kill()
-    return [max(of_engines) for of_engines in zip(*found, strict=True)]
+    return [max(step_seconds) for step_seconds in zip(*results, strict=True)]
 
 
 def _engine_alone(
@@ -186,7 +186,7 @@ def _engine_alone(
 ) -> None:
     import torch
 
-    torch.set_num_threads(1)  # as Ray gives an engine of one device
+    torch.set_num_threads(1)  # as Ray sets for an engine with one device
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -218,12 +218,12 @@ def _engine_alone(
             engine.step()
         return time.perf_counter() - began
 
-    generate(share[0][0][:8], np.full(8, 4))  # gets warm
-    end.send([generate(*of_step) for of_step in share])
+    generate(share[0][0][:8], np.full(8, 4))  # warm-up
+    end.send([generate(*step_share) for step_share in share])
 
 
 def matrix_rate() -> float:
-    """On every rank: floating-point operations per second in a product of matrices, on one core of each rank."""
+    """Return the floating-point operations per second of a matrix product, on one core of each rank."""
     import torch
 
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
@@ -237,8 +237,8 @@ def matrix_rate() -> float:
 
 
 def alone(config: Config, work: Sequence[StepWork]) -> dict[str, list[float]]:
-    """Seconds of each phase of each step, done alone."""
-    found = {"rollout": engines_alone(config, work)}
+    """Return the seconds of each phase of each step, done alone."""
+    seconds_by_phase = {"rollout": engines_alone(config, work)}
     for role, head, scoring in (("actor", "lm", "old_log_prob"), ("critic", "score", "values")):
         settings = config.model_roles().get(role)
         if settings is None:
@@ -250,12 +250,12 @@ def alone(config: Config, work: Sequence[StepWork]) -> dict[str, list[float]]:
         ranks = run_distributed(devices, model_alone, path, head, settings, scored, work, timeout_s=LIMIT_S)
         for name, phase in (("score", scoring), ("update", f"update_{role}")):
             if name in ranks[0][0]:
-                found[phase] = [seconds[name] for seconds in ranks[0]]
-    return found
+                seconds_by_phase[phase] = [seconds[name] for seconds in ranks[0]]
+    return seconds_by_phase
 
 
 def at_matrix_rate(config: Config, phase: str, step: StepWork, rate: float) -> float:
-    """Seconds that a phase's matrix products would take at that rate."""
+    """Return the seconds of a phase's matrix products at this rate."""
     spec = read_spec(config.model.path)
     forward = sum(spec.sequence_flops(int(length)) for length in step.lengths)
     passes = 3 * config.batch.epochs_per_step if phase.startswith("update") else 1
@@ -263,23 +263,23 @@ def at_matrix_rate(config: Config, phase: str, step: StepWork, rate: float) -> f
 
 
 def compare(bench: Benchmark, scene: str, steps: int, directory: Path) -> None:
-    """One size."""
-    made = {"demo": demo_config, "long": long_config}[scene](directory, SETTLING_STEPS + steps)
-    config = load_config(str(made), []).config
-    work, figures = train(str(made))
+    """Compare one size."""
+    config_path = {"demo": demo_config, "long": long_config}[scene](directory, SETTLING_STEPS + steps)
+    config = load_config(str(config_path), []).config
+    work, figures = train(str(config_path))
     pure = alone(config, work)
     cores = sum(config.placement.pools.values())
     rate = sum(run_distributed(cores, matrix_rate, timeout_s=60))
     whole = Timing(tuple(step["timing_s/step"] for step in figures))
     for phase, seconds in pure.items():
-        mine, bare = Timing(tuple(step[f"timing_s/{phase}"] for step in figures)), Timing(tuple(seconds))
+        own, bare = Timing(tuple(step[f"timing_s/{phase}"] for step in figures)), Timing(tuple(seconds))
         limit = [at_matrix_rate(config, phase, step, rate) for step in work]
         bench.row(
             scene=scene,
             phase=phase,
-            **mine.columns("step"),
+            **own.columns("step"),
             **bare.columns("alone"),
-            overhead=(mine.median_s - bare.median_s) / whole.median_s,
+            overhead=(own.median_s - bare.median_s) / whole.median_s,
             flops_s=statistics.median(limit),
         )
     sync = Timing(tuple(step["sync/seconds"] for step in figures))
@@ -302,8 +302,8 @@ def compare(bench: Benchmark, scene: str, steps: int, directory: Path) -> None:
 
 
 def main() -> int:
-    """Both sizes, and what is missed."""
-    options = parser("Where the seconds of a step go, beside the same work done alone.")
+    """Measure both sizes, and return the exit status."""
+    options = parser("Time of a step by phase, compared with the same work done alone.")
     options.add_argument("--only", choices=SCENES, help="one size")
     arguments = options.parse_args()
     bench = Benchmark("step_overhead")

@@ -51,7 +51,7 @@ STAYS = (
     "[W1123 02:41:49.016176187 utils.cpp:68] Warning: NUMA binding: Using MEMBIND policy for memory allocation on the",
     f"{VLLM} [cpu_worker.py:114] libtcmalloc is not found in LD_PRELOAD. For best performance, please follow the",
     "W1123 torch/_dynamo/convert_frame.py:1] torch._dynamo hit config.recompile_limit (8)",
-    "UserWarning: there is no pinned memory without CUDA: plain memory is used",
+    "UserWarning: pinned memory needs CUDA: plain memory is used",
     "Fatal Python error: Segmentation fault",
 )
 
@@ -88,7 +88,7 @@ def test_a_command_shows_no_such_warning_of_its_own_process(capsys: pytest.Captu
     shown = warnings.formatwarning(
         SEEN[1].partition("UserWarning: ")[2], UserWarning, "megatron/config.py", 7, "warn()"
     )
-    kept = warnings.formatwarning("there is no pinned memory without CUDA", UserWarning, "a.py", 7, "warn()")
+    kept = warnings.formatwarning("pinned memory needs CUDA", UserWarning, "a.py", 7, "warn()")
     with harmless_dropped():
         handler = logging.StreamHandler()
         sys.stderr.write(shown)
@@ -112,5 +112,5 @@ def test_a_command_that_loads_megatron_says_nothing_but_its_own(tmp_path: Path) 
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert ran.returncode == 1
-    assert ran.stderr.splitlines()[0].endswith('no checkpoint "latest"; steps that have one: none'), ran.stderr
+    assert ran.stderr.splitlines()[0].endswith('no checkpoint "latest"; saved steps: none'), ran.stderr
     assert "Warning" not in ran.stderr

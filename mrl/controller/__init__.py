@@ -1,4 +1,4 @@
-"""The single controller: pools of devices, groups of workers, calls that end, and reports that name the culprit."""
+"""The single controller: device pools, worker groups, calls with deadlines, and reports that name the failed rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if "ray" not in sys.modules:
-    # Ray decides how it authenticates while it is loaded, so this must come before its first import.
+    # Ray chooses its authentication while it is imported, so this must come before the first import.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    # Every failed call is explained by mrl itself; Ray would add each rank's error once more, later.
+    # mrl explains every failed call itself. Ray would report each rank's error again, later.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # A process that asks for no accelerator keeps the devices that its environment shows (Ray's coming default).
+    # A process without accelerators keeps the devices in its environment (the future default of Ray).
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Nobody hears of a run but those it was told to speak to.
+    # No usage statistics are sent.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _MODULES = {
     "worker": ("Dispatch", "RankInfo", "Rendezvous", "Worker", "register", "register_call"),
     "worker_group": ("DataProtoFuture", "RayClassWithInitArgs", "RayWorkerGroup", "RunContext"),
 }
-"""Each is loaded when something of it is first asked for: a node's agent, which all else waits for, needs no torch."""
+"""Modules that are loaded on first use. A node's agent, which everything waits for, needs no torch."""
 
 __all__ = [
     "DataProtoFuture",

@@ -1,4 +1,4 @@
-"""A call under way: it ends with all answers, or with an error that names the culprit. It never waits for ever."""
+"""A call under way. It always ends: with all answers, or with an error that names the failed rank."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 from mrl.events import RanksReleased, WorkerFault
 
 _STOPPED_LOOKS = 2
-"""A process must be seen stopped this often in a row: a debugger may stop it for a moment."""
+"""Number of consecutive polls in which a process must be stopped: a debugger may stop it for a moment."""
 _LOG_LINES = 20
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What went wrong on one rank."""
+    """Failure of one rank."""
 
     rank: int
     kind: str
-    """died, raised, stopped or silent, in the order in which they explain each other."""
+    """`died`, `raised`, `stopped` or `silent`, in the order in which they explain each other."""
     detail: str
     at: float = 0.0
     trace: str = ""
     hints: tuple[str, ...] = ()
-    """Why a process died, as far as its node can tell."""
+    """Evidence of why a process died, from its node."""
 
 
 class Call:
-    """One method on some ranks of a worker group."""
+    """One method call on some ranks of a worker group."""
 
     def __init__(
         self, processes: RankProcesses, phase: str, references: dict[int, ObjectRef], deadline_s: float
@@ -49,7 +49,7 @@ class Call:
         self._began = time.monotonic()
 
     def wait(self) -> list[Any]:
-        """Wait for every rank's answer; return them in the order of the ranks."""
+        """Wait for all answers. Return them in rank order."""
         references = list(self._references.values())
         looks_stopped: dict[int, int] = {}
         while True:
@@ -67,7 +67,7 @@ class Call:
                 raise self._explain([]) from None
 
     def _look(self, looks_stopped: dict[int, int]) -> list[int]:
-        """Return the unanswered ranks whose processes have been stopped for several looks."""
+        """Return the unanswered ranks whose processes have been stopped for several polls."""
         for rank, view in self._processes.poll_states(self._unanswered()).items():
             looks_stopped[rank] = looks_stopped.get(rank, 0) + 1 if view.is_stopped else 0
         return [rank for rank, looks in looks_stopped.items() if looks >= _STOPPED_LOOKS]
@@ -79,7 +79,7 @@ class Call:
         return [rank for rank, reference in self._references.items() if reference in pending]
 
     def _explain(self, stopped: Sequence[int]) -> WorkerError:
-        """Find the culprit, let the other ranks go, write it down, and say it."""
+        """Find the failed ranks, end the other ranks, write events, and return the error."""
         seconds = time.monotonic() - self._began
         references = list(self._references.values())
         if seconds < self._deadline_s and not stopped:
@@ -88,7 +88,7 @@ class Call:
         culprits = [self._with_cause(fault) for fault in root_causes(faults)]
         report = self._describe(culprits[0], seconds)
         for fault in culprits[1:]:
-            report += f"\n  so did {self._processes.name(fault.rank)} {fault.detail}"
+            report += f"\n  also {self._processes.name(fault.rank)} {fault.detail}"
         for fault in culprits:
             self._processes.events.write(
                 WorkerFault(
@@ -101,22 +101,22 @@ class Call:
                     seconds,
                 )
             )
-        everyone_raised = len(faults) == len(references) and all(fault.kind == "raised" for fault in faults)
-        if not everyone_raised:
+        all_raised = len(faults) == len(references) and all(fault.kind == "raised" for fault in faults)
+        if not all_raised:
             reason = f"rank {culprits[0].rank} {culprits[0].kind} in {self._phase}"
             released = self._processes.kill_all(reason)
             self._processes.events.write(RanksReleased(self._processes.role, released, reason))
-            others = [rank for rank in released if rank not in {fault.rank for fault in culprits}]
-            if others:
-                report += f"\n  the other ranks were released: {', '.join(map(str, others))}"
+            released_ranks = [rank for rank in released if rank not in {fault.rank for fault in culprits}]
+            if released_ranks:
+                report += f"\n  the other ranks were ended: {', '.join(map(str, released_ranks))}"
         error_type = {"died": WorkerDied, "raised": WorkerRaised}.get(culprits[0].kind, WorkerSilent)
         error: WorkerError = error_type(report, role=self._processes.role, ranks=[fault.rank for fault in culprits])
-        if not everyone_raised:
+        if not all_raised:
             self._processes.lost_to = error
         return error
 
     def _faults(self) -> list[RankFailure]:
-        """Return what is known of every rank that has no answer."""
+        """Return the fault of each rank without an answer."""
         views = self._processes.poll_states(list(self._references))
         unanswered = set(self._unanswered())
         faults = []
@@ -125,8 +125,8 @@ class Call:
             if rank not in unanswered and fault is None:
                 continue
             if views[rank].is_gone and (fault is None or fault.kind == "raised"):
-                # With a lost node one process can see its neighbor end before it ends itself.
-                fault = RankFailure(rank, "died", "its process is gone")
+                # If a node is lost, a process can see its neighbor's end before it ends itself.
+                fault = RankFailure(rank, "died", "its process has ended")
             faults.append(fault or self._unheard(rank, views[rank].is_stopped))
         return faults
 
@@ -137,14 +137,16 @@ class Call:
         return replace(fault, detail=detail, hints=hints)
 
     def _unheard(self, rank: int, is_stopped: bool) -> RankFailure:
-        """Return the fault of a process that is there and does not answer."""
-        kind, detail = ("stopped", "a signal or a debugger holds it") if is_stopped else ("silent", "no answer in time")
+        """Return the fault of a live process that does not answer."""
+        kind, detail = (
+            ("stopped", "by a signal or a debugger") if is_stopped else ("silent", "no answer before the deadline")
+        )
         return RankFailure(rank, kind, detail, trace=self._processes.stack(rank))
 
     def _describe(self, fault: RankFailure, seconds: float) -> str:
-        what = {"died": "died", "raised": "raised", "stopped": "is stopped", "silent": "did not answer"}
+        verbs = {"died": "died", "raised": "raised", "stopped": "is stopped", "silent": "did not answer"}
         when = f"in {self._phase} after {seconds:.1f} s"
-        lines = [f"{self._processes.name(fault.rank)} {what[fault.kind]} {when}: {fault.detail}"]
+        lines = [f"{self._processes.name(fault.rank)} {verbs[fault.kind]} {when}: {fault.detail}"]
         lines += [f"  {hint}" for hint in fault.hints]
         if fault.trace:
             lines += ["  Python stack:" if fault.kind != "raised" else "  traceback:", *_indented(fault.trace)]
@@ -162,24 +164,25 @@ class Call:
 def root_causes(faults: Sequence[RankFailure]) -> list[RankFailure]:
     """Return the faults that explain the others.
 
-    A death explains the broken connections that its neighbors report, and so does whoever raised first. A stopped
-    process explains those that wait for it; so does one that is busy elsewhere while the rest sit in a collective.
+    A death explains the broken connections that its neighbors report; the first raised error explains later ones. A
+    stopped process explains the ranks that wait for it; so does a rank that is busy elsewhere while the others wait in
+    a collective.
     """
     for kind in ("died", "raised", "stopped"):
-        of_kind = [fault for fault in faults if fault.kind == kind]
-        if of_kind:
-            return [min(of_kind, key=lambda fault: fault.at)] if kind == "raised" else of_kind
+        matching = [fault for fault in faults if fault.kind == kind]
+        if matching:
+            return [min(matching, key=lambda fault: fault.at)] if kind == "raised" else matching
     elsewhere = [fault for fault in faults if not _is_in_collective(fault.trace)]
     return elsewhere or list(faults)
 
 
 def _is_in_collective(stack: str) -> bool:
-    """Return whether the innermost Python frames of any thread are torch.distributed's."""
+    """Return whether the innermost Python frames of a thread are in torch.distributed."""
     return any("torch/distributed/" in line for line in stack.splitlines())
 
 
 def _fault_of(rank: int, reference: ObjectRef) -> RankFailure | None:
-    """Return what a finished reference says of its rank; None where it is an answer."""
+    """Return the fault that a finished reference reports; None if it is an answer."""
     try:
         ray.get(reference, timeout=0)
     except RayTaskError as error:

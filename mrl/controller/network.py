@@ -1,4 +1,4 @@
-"""The network of the node that this process runs on: its addresses, who carries them, and who answers over it."""
+"""Network of this process's node: its addresses and interfaces, and reachability tests."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _MAX_THREADS = 256
 
 @dataclass(frozen=True)
 class Network:
-    """Where a node's processes listen, and how gloo and NCCL are told to use the same network."""
+    """Address on which a node's processes listen, and the settings that make gloo and NCCL use the same network."""
 
     address: str
     interface: str | None
-    """The one that carries the address; None where none of this node does."""
+    """Interface of the address; None if no interface of this node has it."""
     of_site: dict[str, str]
-    """Variables that name an interface already: they stay as they are."""
+    """Interface variables that the site has set; they stay unchanged."""
 
     def environment(self) -> dict[str, str]:
-        """What is left to set. An equals sign has NCCL take this very name, where it would take all that begin so."""
+        """Return the variables to set. The equals sign makes NCCL match the full name instead of a prefix."""
         chosen = {GLOO: self.interface, NCCL: f"={self.interface}"} if self.interface is not None else {}
         return {name: value for name, value in chosen.items() if name not in self.of_site}
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A socket of a node that waits to be reached."""
+    """A listening socket of a node."""
 
     address: str
     port: int
@@ -47,24 +47,26 @@ class Endpoint:
 
 
 def network(address: str) -> Network:
-    """Return how this node uses the network of an address of its own."""
+    """Return how this node uses the network of one of its addresses."""
     of_site = {name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)}
     return Network(address, interfaces().get(address), of_site)
 
 
 def interfaces() -> dict[str, str]:
-    """Return the interface of every address of this node."""
+    """Return the interface of each address of this node."""
     room = array("B", bytes(_ENTRY_BYTES * _MAX_ENTRIES))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        answer = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iL", len(room), room.buffer_info()[0]))
-    entries = room.tobytes()[: struct.unpack("iL", answer)[0]]
-    found = {}
-    for at in range(0, len(entries), _ENTRY_BYTES):
-        found[socket.inet_ntoa(entries[at + 20 : at + 24])] = entries[at : at + 16].partition(b"\0")[0].decode()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        reply = fcntl.ioctl(query, _SIOCGIFCONF, struct.pack("iL", len(room), room.buffer_info()[0]))
+    entries = room.tobytes()[: struct.unpack("iL", reply)[0]]
+    names = {}
+    for offset in range(0, len(entries), _ENTRY_BYTES):
+        names[socket.inet_ntoa(entries[offset + 20 : offset + 24])] = (
+            entries[offset : offset + 16].partition(b"\0")[0].decode()
+        )
     for line in _IPV6.read_text().splitlines() if _IPV6.exists() else ():
         digits, *_, name = line.split()
-        found[str(IPv6Address(int(digits, 16)))] = name
-    return found
+        names[str(IPv6Address(int(digits, 16)))] = name
+    return names
 
 
 def listen(address: str) -> socket.socket:
@@ -72,23 +74,23 @@ def listen(address: str) -> socket.socket:
 
 
 def listen_everywhere(address: str) -> list[tuple[socket.socket, Endpoint]]:
-    """Open a socket on the address, and one on each other interface whose name the site has set for gloo or NCCL.
+    """Open a socket on the address, and on each other interface that the site has named for gloo or NCCL.
 
-    None at all where no interface of this node carries the address.
+    Return none if no interface of this node has the address.
     """
-    own, named = interfaces(), {name.removeprefix("=") for name in network(address).of_site.values()}
-    if address not in own:
+    names_by_address, site_names = interfaces(), {name.removeprefix("=") for name in network(address).of_site.values()}
+    if address not in names_by_address:
         return []
-    wanted = {own[address]: address}
-    for carried, name in own.items():
-        if name in named:
-            wanted.setdefault(name, carried)
-    sockets = [(listen(carried), name) for name, carried in wanted.items()]
-    return [(each, Endpoint(wanted[name], each.getsockname()[1], name)) for each, name in sockets]
+    address_of = {names_by_address[address]: address}
+    for other_address, name in names_by_address.items():
+        if name in site_names:
+            address_of.setdefault(name, other_address)
+    sockets = [(listen(other_address), name) for name, other_address in address_of.items()]
+    return [(listener, Endpoint(address_of[name], listener.getsockname()[1], name)) for listener, name in sockets]
 
 
 def failures(endpoints: Sequence[Endpoint], limit_s: float) -> list[str]:
-    """Why each of these endpoints cannot be reached from this node, empty where it can; all are tried at once."""
+    """Return the reason why each endpoint is unreachable from this node, empty if reachable. All are tested at once."""
     with ThreadPoolExecutor(_MAX_THREADS) as threads:
         return list(threads.map(lambda endpoint: _failure(endpoint, limit_s), endpoints))
 

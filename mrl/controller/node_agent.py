@@ -1,4 +1,4 @@
-"""One small actor per node: it looks at the processes there, when a worker itself can no longer speak."""
+"""One small actor per node that inspects processes when the workers themselves cannot answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _END_WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process, told apart from a later one that got the same number by when it started."""
+    """A process, identified by pid and start time, because pids are reused."""
 
     pid: int
     start_ticks: int
@@ -30,45 +30,45 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class ProcessView:
-    """What a node sees of a process: the kernel's state letter, or none where it is gone."""
+    """State of a process on its node: the kernel's state letter, or None if it has ended."""
 
     state: str | None
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process ended (a zombie has ended too)."""
+        """Whether the process has ended (zombies count as ended)."""
         return self.state is None or self.state in "ZX"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger holds the process."""
+        """Whether a signal or a debugger has stopped the process."""
         return self.state is not None and self.state in "Tt"
 
 
 def read_process(pid: int) -> tuple[str, int] | None:
-    """Return the state letter and start time of a process, from the kernel; None where there is no such process."""
+    """Return state letter and start time of a process from the kernel; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the command before the last bracket may hold anything
+    fields = text.rpartition(")")[2].split()  # the command name may contain anything, also brackets
     return fields[0], int(fields[19])
 
 
 def view(process: ProcessId) -> ProcessView:
-    seen = read_process(process.pid)
-    same = seen is not None and seen[1] == process.start_ticks
-    return ProcessView(seen[0] if seen is not None and same else None)
+    status = read_process(process.pid)
+    is_same = status is not None and status[1] == process.start_ticks
+    return ProcessView(status[0] if status is not None and is_same else None)
 
 
 def own_process() -> ProcessId:
-    seen = read_process(os.getpid())
-    assert seen is not None, "a running process is visible to itself"
-    return ProcessId(os.getpid(), seen[1])
+    status = read_process(os.getpid())
+    assert status is not None, "a running process can see itself"
+    return ProcessId(os.getpid(), status[1])
 
 
 def _job_of(pid: int | str) -> bytes:
-    """Return the job that Ray started a worker for; empty where it was none, or has ended."""
+    """Return the job for which Ray started a worker; empty if there is no job or the worker has ended."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -77,11 +77,11 @@ def _job_of(pid: int | str) -> bytes:
 
 
 class NodeLost(Exception):
-    """The agent still runs, and its node is no longer part of the cluster."""
+    """Raised if the agent's node is no longer part of the cluster."""
 
 
 class NodeAgent:
-    """Looks, reads and ends; it knows nothing of roles or batches."""
+    """Inspects and ends processes. It does not know about roles or batches."""
 
     def __init__(self) -> None:
         self._raylet = os.getppid()
@@ -89,7 +89,10 @@ class NodeAgent:
         self._heard = 0.0
 
     def hear(self, limit_s: float) -> None:
-        """Note that the run's driver lives. Once it says nothing for this long, its processes on this node end."""
+        """Record that the run's driver is alive.
+
+        After `limit_s` without a call, end the run's processes on this node.
+        """
         if not self._heard:
             threading.Thread(target=self._end_unheard, args=(limit_s,), name="fence", daemon=True).start()
         self._heard = time.monotonic()
@@ -102,29 +105,29 @@ class NodeAgent:
         for pid in children_of(self._raylet) - {os.getpid()}:
             if _job_of(pid) == job:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # out of reach it would go on writing into the run's directory
+                    os.kill(pid, signal.SIGKILL)  # an unreachable process would keep writing into the run directory
         os.kill(os.getpid(), signal.SIGKILL)
 
     def describe(self) -> tuple[str, str]:
-        """Return the node's name, and how its Ray authenticates its callers."""
+        """Return the node's name and the authentication mode of its Ray."""
         return socket.gethostname(), os.environ.get("RAY_AUTH_MODE", "disabled")
 
     def sees(self, path: str) -> bool:
-        """Return whether a file is visible on this node: a run directory must be, on every node."""
+        """Return whether a file is visible on this node. The run directory must be visible on every node."""
         return Path(path).is_file()
 
     def network(self, address: str) -> Network:
-        """Return how this node uses the network of an address of its own."""
+        """Return how this node uses the network of one of its addresses."""
         return network(address)
 
     def listen(self, address: str) -> list[Endpoint]:
-        """Open sockets where other nodes may try to reach this one, until it has tried to reach them."""
+        """Open sockets for connection tests from other nodes, until `stop_listening`."""
         sockets = listen_everywhere(address)
-        self._listeners = [each for each, _ in sockets]
+        self._listeners = [listener for listener, _ in sockets]
         return [endpoint for _, endpoint in sockets]
 
     def failures(self, endpoints: list[Endpoint], limit_s: float) -> list[str]:
-        """Return why each of these is out of this node's reach; empty where it is not."""
+        """Return the reason why each endpoint is unreachable from this node; empty if it is reachable."""
         return failures(endpoints, limit_s)
 
     def stop_listening(self) -> None:
@@ -133,21 +136,24 @@ class NodeAgent:
         self._listeners = []
 
     def poll_states(self, processes: list[ProcessId]) -> list[ProcessView]:
-        """The state of each process. Where the node's raylet has died they are all gone: Ray ends them one by one."""
+        """Return the state of each process.
+
+        If the node's raylet has died, all count as ended: Ray ends them one by one.
+        """
         if os.getppid() != self._raylet:
             return [ProcessView(None)] * len(processes)
         return [view(process) for process in processes]
 
     def stack(self, process: ProcessId, log: str) -> str:
-        """Return the Python stacks of a process, also of one that was stopped: it is woken to write them.
+        """Return the Python stacks of a process. A stopped process is woken up to write them.
 
-        Only asked for when a call has failed and the process is about to be ended.
+        This is only used after a failed call, before the process is ended.
         """
         path = stack_path(Path(log))
         if view(process).is_gone:
-            return "its process is gone"
+            return "its process has ended"
         if not path.is_file():
-            return "none: it has not come to opening its log"  # and the signal would end it
+            return "none: it has not opened its log yet"  # the signal would end it
         before = path.stat().st_size
         os.kill(process.pid, STACK_SIGNAL)
         os.kill(process.pid, signal.SIGCONT)
@@ -155,16 +161,16 @@ class NodeAgent:
         size = before
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            now = path.stat().st_size
-            if now > before and now == size:
+            size_now = path.stat().st_size
+            if size_now > before and size_now == size:
                 break
-            size = now
+            size = size_now
         with path.open("rb") as file:
             file.seek(before)
-            return file.read().decode("utf-8", "replace").strip() or "it does not answer even a signal"
+            return file.read().decode("utf-8", "replace").strip() or "no answer, not even to a signal"
 
     def threads(self, process: ProcessId) -> tuple[str, str]:
-        """The native frames of a process, and what the kernel says of its threads; of one that is gone, nothing."""
+        """Return the native frames of a process and the kernel's view of its threads; empty if it has ended."""
         if view(process).is_gone:
             return "", ""
         return native_frames(process.pid), kernel_view(process.pid)
@@ -173,14 +179,14 @@ class NodeAgent:
         return tail(Path(log), num_lines)
 
     def first_words(self, pid: int, num_lines: int) -> str:
-        """The last lines of what a worker wrote before it opened a log of its own: Ray keeps them, as it does ours."""
-        ours = Path(os.readlink("/proc/self/fd/2"))
-        return "\n".join(tail(log, num_lines) for log in sorted(ours.parent.glob(f"worker-*-{pid}.err")))
+        """Return the last lines that a worker wrote before it opened its own log: Ray keeps them."""
+        own_log = Path(os.readlink("/proc/self/fd/2"))
+        return "\n".join(tail(log, num_lines) for log in sorted(own_log.parent.glob(f"worker-*-{pid}.err")))
 
     def kill_all(self, processes: list[ProcessId]) -> None:
-        """See that processes end which Ray was told to kill: after a moment, by SIGKILL.
+        """Wait for the end of processes that Ray is killing, then send SIGKILL to the remaining ones.
 
-        Ray asks a process to end itself, which one that is stopped or stuck in a collective never does.
+        Ray asks a process to end itself. Stopped processes and processes in a hanging collective do not react.
         """
         deadline = time.monotonic() + _END_WAIT_S
         while (running := [process for process in processes if not view(process).is_gone]) and (
@@ -191,7 +197,7 @@ class NodeAgent:
             os.kill(process.pid, signal.SIGKILL)
 
     def memory(self) -> NodeMemory:
-        """Return what this node says of memory that ran out."""
+        """Return the node's memory counters."""
         if os.getppid() != self._raylet:
             raise NodeLost("the raylet of this node has died")
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster that has been joined: who is there, and whether each of them reaches every other."""
+"""The nodes of a joined Ray cluster, and whether each can reach all others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """A node that is up, the number of its devices, and the address by which Ray knows it."""
+    """A live node, the number of its devices, and its address in Ray."""
 
     node_id: str
     name: str
@@ -31,7 +31,7 @@ class NodeInfo:
 
 
 def offered_nodes(device: str) -> list[NodeInfo]:
-    """Return the nodes that are up, by name."""
+    """Return the live nodes, sorted by name."""
     resource = "CPU" if device == "cpu" else "GPU"
     offers = [
         NodeInfo(node["NodeID"], node["NodeName"], int(node["Resources"].get(resource, 0)), node["NodeManagerAddress"])
@@ -46,7 +46,7 @@ def free_devices(device: str) -> int:
 
 
 def wait_for_nodes(names: Sequence[str], device: str, devices_per_node: int, deadline_s: float) -> None:
-    """Return when every named node is up with its devices; at the deadline an error names those that are not."""
+    """Wait until all named nodes are up with their devices. At the deadline, raise an error that names the others."""
     began = time.monotonic()
     while True:
         devices_of = {offer.name: offer.devices for offer in offered_nodes(device)}
@@ -55,27 +55,27 @@ def wait_for_nodes(names: Sequence[str], device: str, devices_per_node: int, dea
         if not absent and not short:
             return
         if time.monotonic() - began > deadline_s:
-            said = [f"{name} has not joined" for name in absent]
-            said += [f"{name} offers {devices_of[name]} of {devices_per_node} devices" for name in short]
-            what = f"{len(said)} of {len(names)} nodes are not ready after {deadline_s:g} s: {'; '.join(said)}"
-            raise TooFewDevices(what, len(names) - len(said), fix="look at the logs of these nodes")
+            missing = [f"{name} has not joined" for name in absent]
+            missing += [f"{name} offers {devices_of[name]} of {devices_per_node} devices" for name in short]
+            problem = f"{len(missing)} of {len(names)} nodes are not ready after {deadline_s:g} s: {'; '.join(missing)}"
+            raise TooFewDevices(problem, len(names) - len(missing), fix="check the logs of these nodes")
         time.sleep(_POLL_S)
 
 
 def run_on_nodes(node_ids: Sequence[str], probe: str, arguments: Sequence[Any], deadline_s: float) -> list[Any]:
-    """Run the function `package.module:name` on each of these nodes; return its results."""
+    """Run the function `package.module:name` on each of these nodes. Return its results."""
     task = ray.remote(num_cpus=0, max_retries=0)(_call)
-    on = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]
-    asked = [task.options(scheduling_strategy=node).remote(probe, list(arguments)) for node in on]
-    return node_answers(asked, deadline_s, fix="is the same mrl installed on every node?")
+    strategies = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]
+    references = [task.options(scheduling_strategy=strategy).remote(probe, list(arguments)) for strategy in strategies]
+    return node_answers(references, deadline_s, fix="check that all nodes have the same version of mrl")
 
 
-def node_answers(asked: Sequence[ObjectRef], deadline_s: float, fix: str) -> list[Any]:
-    """Return what was asked of nodes, one answer for each."""
+def node_answers(references: Sequence[ObjectRef], deadline_s: float, fix: str) -> list[Any]:
+    """Wait for the nodes' answers and return them, one for each reference."""
     try:
-        answers: list[Any] = ray.get(list(asked), timeout=deadline_s)
+        answers: list[Any] = ray.get(list(references), timeout=deadline_s)
     except RayError as error:
-        raise PlacementError(f"a node does not answer: {str(error).strip().splitlines()[-1]}", fix=fix) from error
+        raise PlacementError(f"a node did not answer: {str(error).strip().splitlines()[-1]}", fix=fix) from error
     return answers
 
 
@@ -84,8 +84,8 @@ def _call(probe: str, arguments: list[Any]) -> Any:
 
 
 LINK_FIX = (
-    "let TCP through between these nodes, on all ports; or it is the wrong interface: start Ray with --node-ip-address "
-    "on another, or name another in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    "open TCP between these nodes, on all ports; if the interface is wrong, start Ray with --node-ip-address on "
+    "another one, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
 )
 _CONNECT_S = 5.0
 _MAX_SAID = 8
@@ -93,7 +93,7 @@ _MAX_SAID = 8
 
 @dataclass(frozen=True)
 class LinkedNode:
-    """A node with an agent on it, and the address by which Ray knows it."""
+    """A node with an agent, and its address in Ray."""
 
     name: str
     address: str
@@ -101,13 +101,13 @@ class LinkedNode:
 
 
 def start_agent(node_id: str) -> Any:
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=there).remote()
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy).remote()
 
 
 @contextmanager
 def linked_nodes(offers: Sequence[NodeInfo]) -> Iterator[list[LinkedNode]]:
-    """An agent on each of these nodes for the length of the block."""
+    """Start an agent on each of these nodes for the length of the block."""
     nodes = [LinkedNode(offer.name, offer.address, start_agent(offer.node_id)) for offer in offers]
     try:
         yield nodes
@@ -117,16 +117,16 @@ def linked_nodes(offers: Sequence[NodeInfo]) -> Iterator[list[LinkedNode]]:
 
 
 def broken_links(nodes: Sequence[LinkedNode], deadline_s: float) -> list[str]:
-    """Return who does not reach whom, where, and why, of so many as somebody reads; every pair is tried at once.
+    """Return which nodes cannot reach which others, where, and why, for the first few. All pairs are tested at once.
 
-    Nodes of one address are one machine, which needs no network to reach itself.
+    Nodes with the same address are one machine, which needs no network to reach itself.
     """
     if len({node.address for node in nodes}) < 2:
         return []
     listening = _ask([node.agent.listen.remote(node.address) for node in nodes], deadline_s)
     for node in (node for node, endpoints in zip(nodes, listening, strict=True) if not endpoints):
-        what = f"Ray knows node {node.name} by {node.address}, which no interface there carries"
-        raise PlacementError(what, fix="start Ray there with --node-ip-address and an address of that node")
+        problem = f"Ray knows node {node.name} as {node.address}, but none of its interfaces has this address"
+        raise PlacementError(problem, fix="start Ray there with --node-ip-address and an address of that node")
     pairs = [
         [
             (target, end)
@@ -136,20 +136,20 @@ def broken_links(nodes: Sequence[LinkedNode], deadline_s: float) -> list[str]:
         ]
         for node in nodes
     ]
-    asked = [
-        node.agent.failures.remote([end for _, end in others], _CONNECT_S)
-        for node, others in zip(nodes, pairs, strict=True)
+    references = [
+        node.agent.failures.remote([end for _, end in targets], _CONNECT_S)
+        for node, targets in zip(nodes, pairs, strict=True)
     ]
-    answers = _ask(asked, deadline_s)
+    answers = _ask(references, deadline_s)
     _ask([node.agent.stop_listening.remote() for node in nodes], deadline_s)
     broken = [
-        f"{node.name} does not reach {target.name} at {end.address} ({end.interface}): {why}"
-        for node, others, reasons in zip(nodes, pairs, answers, strict=True)
-        for (target, end), why in zip(others, reasons, strict=True)
-        if why
+        f"{node.name} cannot reach {target.name} at {end.address} ({end.interface}): {reason}"
+        for node, targets, reasons in zip(nodes, pairs, answers, strict=True)
+        for (target, end), reason in zip(targets, reasons, strict=True)
+        if reason
     ]
     return broken[:_MAX_SAID] + [f"and {len(broken) - _MAX_SAID} more"] * (len(broken) > _MAX_SAID)
 
 
 def _ask(questions: list[Any], deadline_s: float) -> list[Any]:
-    return node_answers(questions, deadline_s, fix="look at Ray's logs on the nodes")
+    return node_answers(questions, deadline_s, fix="check Ray's logs on the nodes")

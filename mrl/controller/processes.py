@@ -1,4 +1,4 @@
-"""The processes behind a worker group: how they come up, where each one runs, how to look at it, and how to end it."""
+"""The processes of a worker group: start, location, inspection and end."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
     from mrl.controller.worker_host import ProcessInfo  # with torch, for which the start of Ray need not wait
 
 CRASH_LINES = 300
-"""Of a log, among which a crash's stacks begin: a process may have many threads."""
+"""Number of log lines in which a crash's stacks begin: a process may have many threads."""
 _AGENT_S = 5.0
-"""How long a node's agent may take for a look: it does nothing that takes longer, but for native frames."""
+"""Time limit for calls of a node's agent. Only native frames take longer."""
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """A node that workers run on: its name, the agent that looks at its processes, and how it is reached."""
+    """A node with workers: its name, the agent that inspects its processes, and its network."""
 
     node_id: str
     name: str
     agent: Any
     memory: NodeMemory
-    """As it was when the run began."""
+    """Memory of the node when the run began."""
     network: Network
     is_silent: threading.Event = field(default_factory=threading.Event)
-    """Set while it does not answer: nobody else need wait for it."""
+    """Set while the node does not answer, so that other calls need not wait for it."""
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """One rank's process."""
+    """Process of one rank."""
 
     actor: Any
     process: ProcessId
@@ -56,7 +56,7 @@ class RankProcess:
 
 
 class RankProcesses:
-    """The processes of one role, by rank."""
+    """Processes of one role, by rank."""
 
     def __init__(
         self, role: str, mesh: Mesh, run_directory: Path, events: EventLog, deadlines: DeadlinesConfig
@@ -66,21 +66,21 @@ class RankProcesses:
         self.events = events
         self.deadlines = deadlines
         self.ended = ""
-        """Why the processes were ended; empty while they run."""
+        """Reason why the processes were ended; empty while they run."""
         self.lost_to: WorkerError | None = None
-        """The failure that they were ended for."""
+        """Failure for which the processes were ended."""
         self.log_directory = make_log_directory(run_directory, role)
         self._members: list[RankProcess] = []
 
     def add(self, members: list[RankProcess]) -> None:
-        """Take in the processes, in the order of their ranks."""
+        """Set the processes, in rank order."""
         self._members = members
 
     def node(self, rank: int) -> str:
         return self._members[rank].node.name
 
     def name(self, rank: int) -> str:
-        """Return a rank as a reader wants it named: role, rank, place in the layout, node, process."""
+        """Return a description of a rank for messages: role, rank, place in the layout, node, process."""
         at = self.mesh.coordinates(rank)
         axes = ((name, getattr(self.mesh, name)) for name in ("tp", "cp", "dp", "pp", "ep"))
         layout = " ".join(f"{name}{getattr(at, name)}" for name, size in axes if size > 1)
@@ -89,12 +89,12 @@ class RankProcesses:
         return f"{self.role} rank {rank}{place} on node {member.node.name}, pid {member.process.pid},"
 
     def poll_states(self, ranks: Sequence[int]) -> dict[int, ProcessView]:
-        """Return the state of these ranks' processes. Where a node does not answer, its processes count as gone."""
+        """Return the state of these ranks' processes. If a node does not answer, its processes count as ended."""
         views: dict[int, ProcessView] = {}
         for node_ranks in self._by_node(ranks):
             processes = [self._members[rank].process for rank in node_ranks]
-            seen = self._ask(node_ranks[0], lambda agent, processes=processes: agent.poll_states.remote(processes))
-            views.update(zip(node_ranks, seen or [ProcessView(None)] * len(node_ranks), strict=True))
+            states = self._ask(node_ranks[0], lambda agent, processes=processes: agent.poll_states.remote(processes))
+            views.update(zip(node_ranks, states or [ProcessView(None)] * len(node_ranks), strict=True))
         return views
 
     def stack(self, rank: int) -> str:
@@ -102,7 +102,7 @@ class RankProcesses:
         return self._ask(rank, lambda agent: agent.stack.remote(process, log)) or "its node does not answer"
 
     def threads(self, rank: int) -> tuple[str, str]:
-        """The native frames of a rank's process, and the kernel's view of its threads; empty where there are none."""
+        """Return the native frames of a rank's process and the kernel's view of its threads; empty if unavailable."""
         process = self._members[rank].process
         return self._ask(rank, lambda agent: agent.threads.remote(process), NATIVE_S + _AGENT_S) or ("", "")
 
@@ -112,12 +112,12 @@ class RankProcesses:
             return log, ""
         return log, self._ask(rank, lambda agent: agent.tail.remote(str(log), num_lines)) or ""
 
-    def cause_of_death(self, rank: int, said: str) -> tuple[str, tuple[str, ...]]:
-        """Return why a rank's process ended, where no more is said than this, and what speaks for it."""
-        return cause_on(self._members[rank].node, said, self.log_tail(rank, CRASH_LINES)[1])
+    def cause_of_death(self, rank: int, detail: str) -> tuple[str, tuple[str, ...]]:
+        """Return why a rank's process ended and the evidence. `detail` is what is known so far."""
+        return cause_on(self._members[rank].node, detail, self.log_tail(rank, CRASH_LINES)[1])
 
     def kill_all(self, reason: str) -> list[int]:
-        """End every process that still runs; the ranks that did. A group never outlives one of its ranks."""
+        """End all processes that still run, and return their ranks. A group never outlives one of its ranks."""
         if self.ended:
             return []
         self.ended = reason
@@ -144,7 +144,7 @@ class RankProcesses:
 
 
 def ask(node: NodeView, question: Callable[[Any], Any], limit_s: float = _AGENT_S) -> Any:
-    """Ask the agent of a node; None where it does not answer in time, or has not answered whoever asked before."""
+    """Ask the agent of a node. Return None if it does not answer in time, or did not answer the last caller."""
     if node.is_silent.is_set():
         return None
     try:
@@ -153,12 +153,12 @@ def ask(node: NodeView, question: Callable[[Any], Any], limit_s: float = _AGENT_
         return None
 
 
-def cause_on(node: NodeView, said: str, log: str) -> tuple[str, tuple[str, ...]]:
-    """Why a process of a node ended, of which no more is said than this and what it wrote, and what speaks for it."""
-    now = ask(node, lambda agent: agent.memory.remote())
-    if now is None:
-        return said, ("its node does not answer: the whole node may be lost",)
-    return cause(said, log, node.memory, now)
+def cause_on(node: NodeView, detail: str, log: str) -> tuple[str, tuple[str, ...]]:
+    """Return why a process ended and the evidence, from the detail known so far, its log and its node's memory."""
+    memory = ask(node, lambda agent: agent.memory.remote())
+    if memory is None:
+        return detail, ("its node does not answer: the whole node may be lost",)
+    return cause(detail, log, node.memory, memory)
 
 
 _LOG_LINES = 20
@@ -167,9 +167,9 @@ _LOG_LINES = 20
 def collect_handshakes(
     role: str, actors: Sequence[Any], nodes: Sequence[NodeView], deadline_s: float, events: EventLog
 ) -> list[ProcessInfo]:
-    """Wait until every process is up; rank 0 opens the address on which its group will meet. All end where one fails.
+    """Wait until all processes are up. Rank 0 opens the address where its group will meet. If one fails, end them all.
 
-    `nodes` are those of the ranks.
+    `nodes` are the nodes of the ranks.
     """
     began = time.monotonic()
     address = nodes[0].network.address
@@ -191,9 +191,9 @@ def _never_came(role: str, greetings: Sequence[ObjectRef], nodes: Sequence[NodeV
     ranks = [rank for rank, greeting in enumerate(greetings) if greeting in set(waiting)]
     names = ", ".join(dict.fromkeys(nodes[rank].name for rank in ranks))
     return WorkerSilent(
-        f"{len(ready)} of {len(greetings)} processes of {role} came up within {deadline_s:g} s; "
-        f"still missing: ranks {ranks} on {names}",
-        fix=f"`mrl env` on {names} shows how long imports take there; or raise deadlines.start_s",
+        f"{len(ready)} of {len(greetings)} processes of {role} started within {deadline_s:g} s; "
+        f"missing: ranks {ranks} on {names}",
+        fix=f"run `mrl env` on {names} to see how long imports take there, or raise deadlines.start_s",
         role=role,
         ranks=ranks,
     )
@@ -202,7 +202,7 @@ def _never_came(role: str, greetings: Sequence[ObjectRef], nodes: Sequence[NodeV
 def _ended(
     role: str, greetings: Sequence[ObjectRef], nodes: Sequence[NodeView], seconds: float, events: EventLog
 ) -> WorkerError:
-    """Name the first process that ended or raised, its node, the cause, and what it said last."""
+    """Return an error that names the first failed process, its node, the cause, and its last output."""
     failures = _failures(greetings)
     rank, failure = next(iter(failures.items()))
     node, text = nodes[rank], str(failure)
@@ -218,7 +218,7 @@ def _ended(
     lines = [f"{role} rank {rank} on node {node.name} {kind} before it was up, after {seconds:.1f} s: {detail}", *hints]
     lines += [f"| {line}" for line in log.splitlines()[-_LOG_LINES:]]
     has_fix = any(hint.startswith("fix:") for hint in hints)
-    fix = "" if has_fix else f"`mrl env` on {node.name} says what of the stack works there"
+    fix = "" if has_fix else f"run `mrl env` on {node.name} to check its installation"
     return WorkerDied("\n  ".join(lines), fix=fix, role=role, ranks=list(failures))
 
 

@@ -1,4 +1,4 @@
-"""Pools of devices: which role computes where."""
+"""Pools of devices, and the assignment of roles to pools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Device:
-    """One device of a pool: a bundle of a placement group, on a node."""
+    """One device of a pool: a bundle of a placement group on a node."""
 
     group: PlacementGroup
     bundle: int
@@ -36,18 +36,18 @@ class Device:
 
 @dataclass(frozen=True)
 class DeviceSlots:
-    """Where a group's processes run: the device of each rank, and the part of it that each process claims of Ray."""
+    """Devices for a group's processes: one per rank, and the fraction of it that each process requests from Ray."""
 
     devices: Sequence[Device]
     fraction: float
     description: str
-    """The pool in words, for messages."""
+    """Description of the pool for messages."""
     visible_gpus: str = ""
-    """The GPUs that a process sees, where it is to see others than the one it claims."""
+    """GPUs that a process sees, if they differ from the one it requests."""
 
 
 class RayResourcePool:
-    """A number of devices, packed node by node; devices are ordered by node and stay so for the whole run."""
+    """A number of devices, packed node by node, in a fixed order by node."""
 
     def __init__(self, name: str, num_devices: int, devices_per_node: int, kind: str) -> None:
         self.name = name
@@ -59,7 +59,7 @@ class RayResourcePool:
         self._groups: list[PlacementGroup] = []
 
     def request(self) -> None:
-        """Ask Ray for the devices: for each node a group of bundles that cannot be torn apart."""
+        """Request the devices from Ray: one group of bundles per node, which Ray must place together."""
         resource = {"CPU": 1.0} if self.kind == "cpu" else {"GPU": 1.0, "CPU": 1.0}
         self._groups = [
             placement_group([dict(resource)] * size, strategy="STRICT_PACK") for size in self._bundles_per_node
@@ -70,7 +70,7 @@ class RayResourcePool:
         return [group for group in self._groups if not group.wait(0)]
 
     def order(self) -> None:
-        """Put the placed devices in the order of their nodes' names, so that ranks that are near are near by wire."""
+        """Sort the placed devices by node name, so that neighboring ranks are on the same node."""
         names = {node["NodeID"]: (node["NodeManagerHostname"], node["NodeManagerAddress"]) for node in ray.nodes()}
         placed = []
         for group in self._groups:
@@ -83,20 +83,20 @@ class RayResourcePool:
         ]
 
     def release(self) -> None:
-        """Give the devices back to Ray; whatever runs on them ends."""
+        """Return the devices to Ray. This ends the processes on them."""
         for group in self._groups:
             remove_placement_group(group)
         self._groups, self.devices = [], []
 
     def describe(self) -> str:
-        """Return the pool as a message wants it."""
+        """Return a description of the pool for messages."""
         nodes = len(self._bundles_per_node)
         kind = "CPU slots" if self.kind == "cpu" else "GPUs"
         return f'pool "{self.name}": {self.num_devices} {kind} on {nodes} node{"s" if nodes > 1 else ""}'
 
 
 class ResourcePoolManager:
-    """Role -> pool. Makes the pools, waits for Ray with a deadline, and knows the nodes that they ended up on."""
+    """Maps roles to pools. Creates the pools, waits for Ray up to a deadline, and knows the nodes of the devices."""
 
     def __init__(self, placement: PlacementConfig, cluster: ClusterConfig, deadlines: DeadlinesConfig) -> None:
         self._placement = placement
@@ -110,17 +110,17 @@ class ResourcePoolManager:
         }
 
     def create(self, run_directory: Path, events: EventLog) -> None:
-        """Have every pool's devices placed, in one wait, and an agent on every node that got some."""
+        """Place all pools' devices, with one common wait, and start an agent on every node with devices."""
         began = time.monotonic()
         for pool in self.pools.values():
             pool.request()
         while waiting := {name: groups for name, pool in self.pools.items() if (groups := pool.waiting())}:
             if time.monotonic() - began > self._deadlines.resources_s:
-                message = self._what_is_missing(waiting)
+                message = self._missing_devices(waiting)
                 self.release()
                 num_alive = sum(bool(node["Alive"]) for node in ray.nodes())
-                search = f"`mrl plan CONFIG --search --nodes {num_alive}` has all that fit on those that are there"
-                fix = f"add or free the nodes named here, or make the pools smaller: {search}"
+                search = f"`mrl plan CONFIG --search --nodes {num_alive}` lists layouts that fit on the available nodes"
+                fix = f"add or free the nodes listed above, or make the pools smaller: {search}"
                 raise TooFewDevices(message, num_alive, fix=fix)
             next(iter(waiting.values()))[0].wait(_MAX_POLL_S)
         for pool in self.pools.values():
@@ -133,28 +133,32 @@ class ResourcePoolManager:
 
     @property
     def numa_binding(self) -> bool:
-        """Whether processes run on the CPUs beside their GPUs."""
+        """Whether processes are bound to the CPUs next to their GPUs."""
         return self._cluster.device == "gpu" and self._cluster.numa_binding
 
     def get_resource_pool(self, role: str) -> RayResourcePool:
         roles: dict[str, str] = {str(name): pool for name, pool in self._placement.roles.items()}
         if role not in roles:
-            raise PlacementError(f'no pool is given for role "{role}"', fix=did_you_mean(role, roles))
+            raise PlacementError(f'the role "{role}" has no pool', fix=did_you_mean(role, roles))
         return self.pools[roles[role]]
 
     def device_slots(self, role: str) -> DeviceSlots:
-        """Return every device of a role's pool, shared by its roles.
+        """Return all devices of a role's pool, shared by the pool's roles.
 
-        The engines need a second share, beside the actor or, on a pool of their own, beside the weights' receivers.
+        Engines need another share, next to the actor or, in their own pool, next to the weight receivers.
         """
         pool = self.get_resource_pool(role)
-        at_home = {other for other, name in self._placement.roles.items() if name == pool.name}
-        num_sharing = len(at_home - {"rollout"}) + 1 if "actor" in at_home else len(at_home) + ("rollout" in at_home)
-        share = int(1000 / num_sharing) / 1000  # rounded down: three thirds must not come out above one device
+        roles_in_pool = {pool_role for pool_role, name in self._placement.roles.items() if name == pool.name}
+        num_sharing = (
+            len(roles_in_pool - {"rollout"}) + 1
+            if "actor" in roles_in_pool
+            else len(roles_in_pool) + ("rollout" in roles_in_pool)
+        )
+        share = int(1000 / num_sharing) / 1000  # rounded down: three thirds must not exceed one device
         return DeviceSlots(pool.devices, share, pool.describe())
 
     def node(self, node_id: str) -> NodeView:
-        """Return the view of a node that has devices of some pool."""
+        """Return the view of a node that has devices of a pool."""
         return self._nodes[node_id]
 
     @property
@@ -171,14 +175,14 @@ class ResourcePoolManager:
             pool.release()
 
     def _start_agents(self, run_directory: Path, events: EventLog) -> None:
-        canary = str(events.path)  # a file of this run that every node must see
+        canary = str(events.path)  # a file of this run that all nodes must see
         node_ids = list(dict.fromkeys(device.node_id for pool in self.pools.values() for device in pool.devices))
         agents = {node_id: start_agent(node_id) for node_id in node_ids}
         address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        # The stores behind these sockets ask nobody for a password: a run of one host stays on its loopback.
+        # The stores behind these sockets have no passwords: a run on one host uses only the loopback interface.
         if len({address_of[node_id] for node_id in node_ids}) == 1:
             address_of = dict.fromkeys(node_ids, LOOPBACK)
-        asked = [
+        questions = [
             (
                 agent.describe.remote(),
                 agent.sees.remote(canary),
@@ -188,18 +192,18 @@ class ResourcePoolManager:
             for node_id, agent in agents.items()
         ]
         try:
-            answers = [ray.get(list(question), timeout=self._deadlines.start_s) for question in asked]
+            answers = [ray.get(list(question), timeout=self._deadlines.start_s) for question in questions]
         except RayError as error:
             raise PlacementError(
-                f"a node's agent did not start: {error}", fix="look at Ray's logs on the nodes"
+                f"a node's agent did not start: {error}", fix="check Ray's logs on the nodes"
             ) from error
         for (node_id, agent), answer in zip(agents.items(), answers, strict=True):
             (name, authentication), sees, memory, network = answer
             self._nodes[node_id] = NodeView(node_id, name, agent, memory, network)
             if not sees:
                 raise PlacementError(
-                    f"node {name} does not see the run directory {run_directory}",
-                    fix="put run.dir on a file system that all nodes share",
+                    f"node {name} cannot see the run directory {run_directory}",
+                    fix="put run.dir on a file system shared by all nodes",
                 )
             self._check_authentication(name, authentication, events)
             chosen = network.environment()
@@ -211,14 +215,16 @@ class ResourcePoolManager:
     def _check_authentication(self, node: str, mode: str, events: EventLog) -> None:
         if mode == "token":
             return
-        what = f"Ray on node {node} runs without token authentication (RAY_AUTH_MODE={mode})"
+        problem = f"Ray on node {node} runs without token authentication (RAY_AUTH_MODE={mode})"
         if not self._cluster.allow_insecure_ray:
-            raise PlacementError(what, fix="start Ray with RAY_AUTH_MODE=token, or set cluster.allow_insecure_ray=true")
-        events.write(Warned("cluster.allow_insecure_ray", what))
+            raise PlacementError(
+                problem, fix="start Ray with RAY_AUTH_MODE=token, or set cluster.allow_insecure_ray=true"
+            )
+        events.write(Warned("cluster.allow_insecure_ray", problem))
 
-    def _what_is_missing(self, waiting: dict[str, list[PlacementGroup]]) -> str:
+    def _missing_devices(self, waiting: dict[str, list[PlacementGroup]]) -> str:
         resource = "CPU" if self._cluster.device == "cpu" else "GPU"
-        lines = [f"Ray did not hand out all devices within {self._deadlines.resources_s:g} s"]
+        lines = [f"Ray did not provide all devices within {self._deadlines.resources_s:g} s"]
         for name, groups in waiting.items():
             sizes = " + ".join(str(group.bundle_count) for group in groups)
             lines.append(f"  {self.pools[name].describe()}; still waiting for {sizes}, each on one node")
@@ -237,5 +243,5 @@ class ResourcePoolManager:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return the sort key that puts node-2 before node-10."""
+    """Return a sort key that puts node-2 before node-10."""
     return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", name)]

@@ -1,7 +1,7 @@
-"""How columns travel between workers: as references through the driver, as bytes past it.
+"""Columns between workers: references travel through the driver, the bytes do not.
 
-What a worker wrote in one call is one object in the store of its node, a bundle of columns. The driver keeps the
-reference, the row lengths, and columns with one number per row; the next worker reads the object in place.
+The columns that a worker writes in one call are one object in its node's store. The driver keeps the reference, the row
+lengths, and columns with one number per row. The next worker reads the object in place.
 """
 
 from __future__ import annotations
@@ -21,28 +21,32 @@ from mrl.protocol.columns import AnyColumn, Column, Index, Jagged, gather
 from mrl.protocol.wire import Wire, decode, encode
 
 _INLINE_BYTES = 64 * 1024
-"""A smaller column rides in the call itself: a visit to the object store costs more than it saves."""
+"""Smaller columns are part of the call itself: the object store would cost more than it saves."""
 
 
-# Lists, bytes, strings and numbers are what Ray sends without pickling them.
+# Ray sends lists, bytes, strings and numbers without pickle.
 ColumnStore: TypeAlias = dict[str, list[Any]]
-"""The columns of one stored object, by name: `[head, body]`."""
+"""Columns of one stored object, by name: `[head, body]`."""
 
 ColumnPlan: TypeAlias = list[Any]
-"""How a worker puts one column together: `[head, body]` where its bytes ride along, `[parts]` where it is one stored
-part as it stands, `[parts, rows as bytes]` where these rows of the parts, counted through, make it up. `parts` are
-positions among the call's object arguments."""
+"""Instructions for a worker to assemble one column.
+
+`[head, body]` for inline bytes, `[parts]` for one complete stored part, `[parts, rows as bytes]` for these rows of the
+parts, numbered consecutively. `parts` are positions among the object arguments of the call.
+"""
 
 ShardPlan: TypeAlias = list[Any]
-"""The rows of one data-parallel shard, as a worker is told of them: `[row_ids as bytes, meta_info, {column: plan}]`."""
+"""Rows of one data-parallel shard, as sent to a worker: `[row_ids as bytes, meta_info, {column: plan}]`."""
 
 ShardResult: TypeAlias = list[Any]
-"""What comes back to the driver with a shard's stored columns, which are an object of their own beside it:
-`[meta_info, {stored column: its row lengths as bytes, or None}, {column with a number per row: [head, body]}]`."""
+"""Answer to the driver about a shard's stored columns, which are a separate object.
+
+`[meta_info, {stored column: its row lengths as bytes, or None}, {column with a number per row: [head, body]}]`
+"""
 
 
 def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[ObjectRef]]:
-    """Return what to send for one shard: the plan, and the objects that it refers to. What is large here is stored."""
+    """Return a shard's plan and the objects that it refers to. Large local columns are put into the store."""
     columns = shard.columns()
     references: dict[ObjectRef, int] = {}
     plans: dict[str, ColumnPlan] = {}
@@ -63,7 +67,7 @@ def plan_shard(shard: DataProto, reads: Sequence[str]) -> tuple[ShardPlan, list[
 
 
 def assemble_shard(plan: ShardPlan, objects: Sequence[ColumnStore]) -> DataProto:
-    """Return the shard's batch, in the worker. A column that is one whole part is read where it lies."""
+    """Return the shard's batch, in the worker. A column of one complete part is read in place."""
     row_ids, meta_info, plans = plan
     columns = {name: _assemble_column(name, column, objects) for name, column in plans.items()}
     return DataProto(columns, np.frombuffer(row_ids, dtype=np.int64), meta_info)
@@ -78,25 +82,26 @@ def _assemble_column(name: str, plan: ColumnPlan, objects: Sequence[ColumnStore]
         case [parts, rows]:
             columns = [decode(Wire(*objects[part][name])) for part in parts]
             return gather(columns, np.frombuffer(rows, dtype=np.int64), name)
-    raise WireError(f"not the plan of a column: {plan!r}")
+    raise WireError(f"this is not a column plan: {plan!r}")
 
 
 def pack_result(
     result: DataProto, row_ids: Index, writes: Sequence[str], method: str
 ) -> tuple[ShardResult, ColumnStore]:
-    """What a worker sends back for a batch that a method returned, after checking that it is what was promised."""
+    """Return the answer of a worker to the driver, after checking that the columns match the declaration."""
     columns = result.columns()
     if set(columns) != set(writes):
         unwritten, undeclared = sorted(set(writes) - set(columns)), sorted(set(columns) - set(writes))
         raise BatchError(
-            f"{method} promises to write {list(writes)} but returned {sorted(columns)}"
+            f"{method} declares {list(writes)} but returned {sorted(columns)}"
             + (f"; missing {unwritten}" if unwritten else "")
             + (f"; undeclared {undeclared}" if undeclared else ""),
-            fix="make @register(writes=...) and the returned columns agree",
+            fix="make @register(writes=...) match the returned columns",
         )
     if not np.array_equal(result.row_ids, row_ids):
         raise BatchError(
-            f"{method} returned other rows than it was given", fix="return one row for each, with its row_ids"
+            f"{method} returned different rows from its input",
+            fix="return one row for each input row, with its row_ids",
         )
     bundle: ColumnStore = {}
     lengths: dict[str, bytes | None] = {}
@@ -113,7 +118,10 @@ def pack_result(
 
 
 def unpack_result(answer: ShardResult, bundle: ObjectRef, row_ids: Index) -> DataProto:
-    """Return a shard's answer as a batch on the driver: numbers per row are here, everything else stays stored."""
+    """Return a shard's answer as a batch on the driver.
+
+    Numbers per row are local, all other columns stay in the store.
+    """
     meta_info, lengths, numbers = answer
     columns: dict[str, AnyColumn] = {name: decode(Wire(*wire)) for name, wire in numbers.items()}
     for name, packed in lengths.items():
@@ -123,15 +131,15 @@ def unpack_result(answer: ShardResult, bundle: ObjectRef, row_ids: Index) -> Dat
 
 
 def store(batch: DataProto) -> DataProto:
-    """The same batch with its jagged and object columns in the object store, so that calls pass on references only."""
+    """Return the batch with its jagged and object columns in the object store, so that calls only pass references."""
     columns = batch.columns()
-    here = {
+    local = {
         name: column
         for name, column in columns.items()
         if not isinstance(column, RemoteColumn) and not _is_number_per_row(column)
     }
-    bundle = _put({name: list(encode(column, name)) for name, column in here.items()})
-    for name, column in here.items():
+    bundle = _put({name: list(encode(column, name)) for name, column in local.items()})
+    for name, column in local.items():
         per_row = column.lengths if isinstance(column, Jagged) else None
         columns[name] = RemoteColumn.of_part(bundle, len(batch), per_row)
     return DataProto(columns, batch.row_ids, dict(batch.meta_info))
@@ -143,17 +151,17 @@ def _put(columns: ColumnStore) -> ObjectRef:
     except (ObjectStoreFullError, OutOfDiskError) as error:
         num_bytes = sum(len(body) for _, body in columns.values())
         raise SetupError(
-            f"Ray's object store takes no more: {num_bytes / 2**20:.1f} MiB of {', '.join(columns)} found no room there"
-            f" or on the disk behind it ({type(error).__name__})",
-            fix="more of /dev/shm (docker: --shm-size) and of the disk below TMPDIR; `ray start --object-store-memory` "
-            "where the cluster is not mrl's own",
+            f"Ray's object store is full: {num_bytes / 2**20:.1f} MiB of {', '.join(columns)} do not fit into it"
+            f" or onto its disk ({type(error).__name__})",
+            fix="enlarge /dev/shm (docker: --shm-size) and the disk of TMPDIR; for a cluster that mrl did not start, "
+            "use `ray start --object-store-memory`",
         ) from error
 
 
 def fetch(batch: DataProto, timeout_s: float) -> DataProto:
-    """The same batch with every stored column brought here: for samples to show and for tests. A step needs none."""
+    """Return the batch with all columns local, for displayed samples and tests. Steps do not need this."""
     plan, references = plan_shard(batch, list(batch.columns()))
-    # Asked for nothing, `ray.get` would start a cluster of its own where none has been joined.
+    # Without references, `ray.get` would start a cluster if none has been joined.
     return assemble_shard(plan, ray.get(references, timeout=timeout_s) if references else [])
 
 

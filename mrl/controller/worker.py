@@ -1,4 +1,4 @@
-"""What every worker is, one rank of a role in a process of its own, and what its methods declare about themselves."""
+"""Base class of workers (one rank of a role in a separate process), and the declarations of their methods."""
 
 from __future__ import annotations
 
@@ -23,39 +23,42 @@ _SPEC_ATTRIBUTE = "mrl_method_spec"
 
 
 class Dispatch(Enum):
-    """Who is called with what, and whose answers come back."""
+    """How a method is called: on which ranks, with which arguments, and whose answers are returned."""
 
     ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same arguments; a list with every rank's answer comes back."""
+    """Every rank gets the same arguments. Returns a list of every rank's answer."""
     RANK_ZERO = "rank_zero"
-    """Only rank 0 is called; its answer comes back."""
+    """Only rank 0 is called. Returns its answer."""
     DATA_PARALLEL = "data_parallel"
-    """The first argument is a batch, split over the data-parallel axis: ranks that differ only in tp, cp or pp get
-    the same shard, and one of them answers for it. Columns come back as one batch, other answers as a list."""
+    """The first argument is a batch, split over the data-parallel axis.
+
+    Ranks that differ only in tp, cp or pp get the same shard, and one of them answers for it. Columns are returned as
+    one batch, other answers as a list.
+    """
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What a registered method declares: its dispatch, and the columns that it reads and writes."""
+    """Declaration of a registered method: its dispatch, and the columns that it reads and writes."""
 
     name: str
     dispatch: Dispatch
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    """Columns that it reads where they are there."""
+    """Columns that the method reads if they exist."""
 
 
 def register(
     dispatch: Dispatch, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), optional: tuple[str, ...] = ()
 ) -> Callable[[Method], Method]:
-    """Let a worker's method be called through its group.
+    """Make a worker's method callable through its group.
 
-    A group ships only the columns in `reads` and `optional` and accepts only those in `writes`, so these are promises
-    that are kept. Optional ones are for columns that some algorithms have and others do not.
+    A group sends only the columns in `reads` and `optional`, and accepts only the columns in `writes`: the declaration
+    is enforced. Optional columns exist only in some algorithms.
     """
     if (reads or writes or optional) and dispatch is not Dispatch.DATA_PARALLEL:
-        raise ValueError(f"only DATA_PARALLEL methods read and write columns, not {dispatch.name}")
+        raise ValueError(f"only DATA_PARALLEL methods can read and write columns, not {dispatch.name} methods")
 
     def mark(method: Method) -> Method:
         spec = MethodSpec(method.__name__, dispatch, tuple(reads), tuple(writes), tuple(optional))
@@ -66,11 +69,11 @@ def register(
 
 
 def register_call(call: StepCall) -> Callable[[Method], Method]:
-    """Let a worker's method be called in a training step, with the columns that the step's table says."""
+    """Make a worker's method callable in a training step, with the columns in the step's table."""
 
     def mark(method: Method) -> Method:
         if method.__name__ != call.method:
-            raise ValueError(f"{method.__name__} is registered as {call.method}")
+            raise ValueError(f"the method {method.__name__} is registered as {call.method}")
         return register(Dispatch.DATA_PARALLEL, call.reads, call.writes, call.optional)(method)
 
     return mark
@@ -88,7 +91,10 @@ def registered_methods(worker_class: type) -> dict[str, MethodSpec]:
 
 @dataclass
 class Rendezvous:
-    """Where the ranks of a group meet. Rank 0 brought its listening socket, so nobody can take the port meanwhile."""
+    """Meeting point of a group's ranks.
+
+    Rank 0 keeps its listening socket open, so no other process can take the port.
+    """
 
     address: str
     port: int
@@ -96,8 +102,8 @@ class Rendezvous:
     listener: socket.socket | None
 
     def store(self, timeout_s: float) -> TCPStore:
-        """Return the key-value store that torch.distributed starts from; rank 0 serves it on its own socket."""
-        # Here, so that workers without tensors never load torch; it exports the name without saying so to mypy.
+        """Return the key-value store for torch.distributed. Rank 0 serves it on its own socket."""
+        # A local import, so that workers without tensors never load torch. mypy does not know the exported name.
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         return TCPStore(
@@ -113,7 +119,7 @@ class Rendezvous:
 
 @dataclass
 class RankInfo:
-    """Who a worker is and where it stands."""
+    """Identity and place of a worker."""
 
     role: str
     rank: int
@@ -127,7 +133,7 @@ class RankInfo:
 
 
 class Worker:
-    """Base of all workers. Methods marked with `register` can be called through the group."""
+    """Base class of all workers. Methods marked with `register` can be called through the group."""
 
     def __init__(self, place: RankInfo) -> None:
         self.place = place
@@ -142,18 +148,18 @@ class Worker:
 
     @register(Dispatch.ONE_TO_ALL)
     def visible_gpus(self) -> str:
-        """Return the GPU of this rank, as CUDA_VISIBLE_DEVICES names it."""
+        """Return the GPU of this rank, as listed in CUDA_VISIBLE_DEVICES."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None:
             raise PlacementError(
-                "Ray did not tell this process its GPU (CUDA_VISIBLE_DEVICES), so no engine can be put beside it",
+                "Ray did not set CUDA_VISIBLE_DEVICES, so no engine can share the unknown GPU of this process",
                 fix="unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES before Ray starts",
             )
         return visible
 
     @register(Dispatch.ONE_TO_ALL)
     def where(self) -> tuple[str, int]:
-        """Return the node of this rank, and its number there."""
+        """Return the node's name, and this rank's number on the node."""
         return socket.gethostname(), self.place.local_rank
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:

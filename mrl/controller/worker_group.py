@@ -1,4 +1,4 @@
-"""A group of workers that is called as if it were one."""
+"""A group of workers that is called like one object."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every group of a run shares."""
+    """Objects shared by all groups of a run."""
 
     run_directory: Path
     events: EventLog
@@ -40,7 +40,7 @@ class RunContext:
 
 
 class RayClassWithInitArgs:
-    """A worker class, named and not imported, with the arguments that each rank's worker is made from."""
+    """A worker class, by name, with the arguments for each rank's worker. The class is not imported."""
 
     def __init__(self, worker_class: str, *args: Any, **kwargs: Any) -> None:
         self.worker_class = worker_class
@@ -49,19 +49,19 @@ class RayClassWithInitArgs:
 
 
 class DataProtoFuture(Generic[Result]):
-    """The answer to a call that is still under way; its deadline runs from the call, not from `get`."""
+    """Answer of a call under way. Its deadline runs from the call, not from `get`."""
 
     def __init__(self, call: Call, collect: Callable[[list[Any]], Result]) -> None:
         self._call = call
         self._collect = collect
 
     def get(self) -> Result:
-        """Wait for the answer; a failed call raises here."""
+        """Wait for the answer. Raises an error if the call failed."""
         return self._collect(self._call.wait())
 
 
 class GroupMethod:
-    """One method of all workers: call it and wait, or take its future and go on."""
+    """One method of all workers. Call it and wait, or take its future and continue."""
 
     def __init__(self, group: RayWorkerGroup, spec: MethodSpec) -> None:
         self.spec = spec
@@ -76,10 +76,10 @@ class GroupMethod:
 
 
 class RayWorkerGroup:
-    """One role's workers, a process per rank on the devices of its pool, or on the device slots that it is given.
+    """The workers of one role, one process per rank, on the devices of the role's pool or on the given device slots.
 
-    Methods that the worker class registered are methods of the group. Several groups may share a pool; each
-    process then claims a share of its device.
+    The registered methods of the worker class are methods of the group. Groups may share a pool: each process then
+    requests a share of its device.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RayWorkerGroup:
         self._speakers = sorted(
             filter(mesh.is_output_rank, range(mesh.world_size)), key=self._shard_of_rank.__getitem__
         )
-        """The ranks that answer for shard 0, 1, ..., in that order."""
+        """Ranks that answer for shard 0, 1, ..., in this order."""
         self._processes = RankProcesses(role, mesh, context.run_directory, context.events, context.deadlines)
         self._actors = [self._make_actor(device) for device in self._slots.devices]
         nodes = [self._node(rank) for rank in range(mesh.world_size)]
@@ -125,12 +125,15 @@ class RayWorkerGroup:
         return method
 
     def submit(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProtoFuture[Any]:
-        """Start a call of one method on the ranks that its dispatch names. A group that was lost says so again."""
+        """Start a call of one method on the ranks of its dispatch.
+
+        If the group was lost, raise the same error again.
+        """
         if self._processes.lost_to is not None:
             raise self._processes.lost_to
         if self._processes.ended:
             raise WorkerError(
-                f"{self.role}'s workers have ended: {self._processes.ended}", fix="make a new group", role=self.role
+                f"{self.role}'s workers have ended: {self._processes.ended}", fix="create a new group", role=self.role
             )
         if spec.dispatch is Dispatch.DATA_PARALLEL:
             return self._submit_shards(spec, args, kwargs)
@@ -167,27 +170,27 @@ class RayWorkerGroup:
         return self._future(spec, answers, collect)
 
     def _shards(self, spec: MethodSpec, args: tuple[Any, ...]) -> list[DataProto]:
-        """Return the batch as one piece per data-parallel rank: cut evenly, or as the caller has cut it."""
-        given = args[0] if args else None
-        if isinstance(given, DataProto):
-            return self._read_columns(spec, given).chunk(self.mesh.dp)
-        if not isinstance(given, list) or not all(isinstance(piece, DataProto) for piece in given):
+        """Return one piece of the batch per data-parallel rank: cut evenly, or as the caller has cut it."""
+        batch = args[0] if args else None
+        if isinstance(batch, DataProto):
+            return self._read_columns(spec, batch).chunk(self.mesh.dp)
+        if not isinstance(batch, list) or not all(isinstance(piece, DataProto) for piece in batch):
             raise BatchError(
-                f"{spec.name} takes a DataProto first, or a list with one per data-parallel rank, "
-                f"not {type(given).__name__}"
+                f"{spec.name} takes a DataProto as first argument, or a list with one per data-parallel rank, "
+                f"not {type(batch).__name__}"
             )
-        if len(given) != self.mesh.dp:
+        if len(batch) != self.mesh.dp:
             raise BatchError(
-                f"{spec.name} got {len(given)} shards, but {self.role} has data-parallel size {self.mesh.dp}"
+                f"{spec.name} got {len(batch)} shards, but {self.role} has data-parallel size {self.mesh.dp}"
             )
-        return [self._read_columns(spec, piece) for piece in given]
+        return [self._read_columns(spec, piece) for piece in batch]
 
     def _read_columns(self, spec: MethodSpec, batch: DataProto) -> DataProto:
         present = batch.columns()
         if missing := [name for name in spec.reads if name not in present]:
             raise BatchError(
-                f"{spec.name} needs `{missing[0]}`; nobody wrote it",
-                fix=f"columns now: {', '.join(present) or 'none'}",
+                f"{spec.name} needs the column `{missing[0]}`, which no method has written",
+                fix=f"columns so far: {', '.join(present) or 'none'}",
             )
         return batch.select(*spec.reads, *(name for name in spec.optional if name in present))
 
@@ -198,7 +201,7 @@ class RayWorkerGroup:
 
     def _make_actor(self, device: Device) -> Any:
         claims = {"num_cpus": self._slots.fraction}
-        # A process that sees GPUs by name claims none: Ray would hide the others from it.
+        # A process with explicit GPUs requests none: Ray would hide the others from it.
         if device.group.bundle_specs[0].get("GPU") is not None and not self._slots.visible_gpus:
             claims["num_gpus"] = self._slots.fraction
         strategy = PlacementGroupSchedulingStrategy(device.group, placement_group_bundle_index=device.bundle)
@@ -208,13 +211,13 @@ class RayWorkerGroup:
         return self._context.resources.node(self._slots.devices[rank].node_id)
 
     def _start(self, worker: RayClassWithInitArgs, hellos: list[ProcessInfo]) -> dict[str, MethodSpec]:
-        """Make the workers, all at once."""
-        seen: Counter[str] = Counter()
+        """Create all workers in parallel."""
+        num_started: Counter[str] = Counter()
         address = self._node(0).network.address
         references = {}
         for rank, (actor, hello) in enumerate(zip(self._actors, hellos, strict=True)):
-            local_rank = seen[hello.node_id]
-            seen[hello.node_id] += 1
+            local_rank = num_started[hello.node_id]
+            num_started[hello.node_id] += 1
             environment = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self.world_size),
@@ -247,11 +250,11 @@ class RayWorkerGroup:
 
 
 def _join_shards(parts: list[DataProto]) -> DataProto:
-    """Return the shards' answers as one batch. What each shard said in meta_info is kept, one entry per shard."""
+    """Return the shards' answers as one batch. meta_info becomes a list with one entry per shard."""
     keys = list(dict.fromkeys(key for part in parts for key in part.meta_info))
-    said = {key: [part.meta_info.get(key) for part in parts] for key in keys}
+    meta_info = {key: [part.meta_info.get(key) for part in parts] for key in keys}
     for part in parts:
         part.meta_info = {}
     joined = DataProto.concat(parts)
-    joined.meta_info = said
+    joined.meta_info = meta_info
     return joined

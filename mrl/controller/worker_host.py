@@ -1,4 +1,4 @@
-"""The Ray actor around a worker: it makes the worker, runs its methods, and turns whatever happens into an answer."""
+"""The Ray actor around a worker: creates the worker, runs its methods, and turns every outcome into an answer."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ from mrl.redaction import redact_text
 from mrl.registry import load_attribute
 
 ShardMessage: TypeAlias = list[Any]
-"""A call on a shard: `[method, whether this rank answers, args, kwargs, the shard's plan]`. One list, because Ray
-prepares every argument of a call by itself."""
+"""A call on a shard: `[method, whether this rank answers, args, kwargs, the shard's plan]`.
+
+It is one list, because Ray processes every argument of a call separately.
+"""
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """What a fresh process says of itself."""
+    """Facts that a new process reports."""
 
     process: ProcessId
     node_id: str
@@ -44,7 +46,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a process needs to become a worker of a group."""
+    """Everything that a process needs to become a worker of a group."""
 
     worker_class: str
     args: tuple[Any, ...]
@@ -58,13 +60,13 @@ class WorkerSpec:
     port: int
     environment: dict[str, str]
     numa_binding: bool
-    """Whether to run on the CPUs beside its GPUs."""
+    """Whether to run on the CPUs next to the process's GPUs."""
     python_path: list[str]
-    """Where the driver imports from: a class that it can name, its workers can load."""
+    """The driver's import path, so that workers can load every class that the driver can."""
 
 
 class RankFailed(Exception):
-    """A method raised. Only text crosses to the driver, so that any exception can."""
+    """A method raised an error. Only text is sent to the driver, so that any exception can be reported."""
 
     def __init__(self, kind: str, message: str, trace: str, at: float) -> None:
         super().__init__(kind, message, trace, at)
@@ -83,7 +85,7 @@ class WorkerHost:
         self._listener: socket.socket | None = None
 
     def handshake(self, address: str | None) -> ProcessInfo:
-        """Who and where this process is; rank 0 is given the address on which its group will meet, and opens it."""
+        """Return process, node and port. Rank 0 gets an address, and opens the port where its group will meet."""
         port = 0
         if address is not None:
             self._listener = listen(address)
@@ -91,21 +93,21 @@ class WorkerHost:
         return ProcessInfo(own_process(), ray.get_runtime_context().get_node_id(), port)
 
     def start(self, order: WorkerSpec) -> dict[str, MethodSpec]:
-        """Become the worker that the order describes; its callable methods come back."""
+        """Create the worker that the order describes. Return its callable methods."""
         try:
             redirect_output(log_path(order.log_directory, order.rank))
             os.environ.update(order.environment)
             _keep_temporary_files_in(Path(ray._private.worker._global_node.get_temp_dir_path()))
             if order.numa_binding and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
-                sys.stderr.write(bind_to_gpus(visible) + "\n")  # before a library starts threads, or pins memory
+                sys.stderr.write(bind_to_gpus(visible) + "\n")  # before libraries start threads or pin memory
             sys.path.extend(entry for entry in order.python_path if entry not in sys.path)
-            gc.disable()  # looking through a million objects that are being made costs a fifth of the imports
+            gc.disable()  # garbage collection would take a fifth of the import time
             worker_class = load_attribute(order.worker_class)
             self._methods = registered_methods(worker_class)
             rendezvous = Rendezvous(order.address, order.port, order.mesh.world_size, self._listener)
             place = RankInfo(order.role, order.rank, order.local_rank, order.mesh, rendezvous)
             self._worker = worker_class(place, *order.args, **order.kwargs)
-            gc.freeze()  # what start-up made stays; looking through it again would only delay calls
+            gc.freeze()  # objects from start-up stay: scanning them again would only delay calls
             gc.enable()
         except BaseException as error:
             raise _as_failure(error) from None
@@ -118,9 +120,10 @@ class WorkerHost:
             raise _as_failure(error) from None
 
     def call_on_shard(self, message: ShardMessage, *objects: ColumnStore) -> Any:
-        """Run one method on a shard. Columns that it wrote are a second returned object, which stays here.
+        """Run one method on a shard. Columns that it writes are a second returned object, which stays in this node's
+        store.
 
-        A rank that does not answer for its shard computes all the same, and returns nothing.
+        A rank that does not answer for its shard computes the same, but returns nothing.
         """
         try:
             method, answers, args, kwargs, plan = message
@@ -132,14 +135,17 @@ class WorkerHost:
             if isinstance(result, DataProto):
                 return pack_result(result, shard.row_ids, writes, method)
             if writes:
-                raise TypeError(f"{method} promises to write {list(writes)} but returned {type(result).__name__}")
+                raise TypeError(f"{method} declares {list(writes)} but returned {type(result).__name__}")
             return result
         except BaseException as error:
             raise _as_failure(error) from None
 
 
 def _as_failure(error: BaseException) -> RankFailed:
-    """The error as text. Everything is caught, SystemExit too: a failure that is not reported is a hang elsewhere."""
+    """Return the error as text.
+
+    All errors are caught, even SystemExit: an unreported failure would be a hang elsewhere.
+    """
     message = str(error) if isinstance(error, MrlError) else f"{type(error).__name__}: {error}"
     trace = redact_text("".join(traceback.format_exception(error)))
     os.write(2, trace.encode("utf-8", "backslashreplace"))
@@ -147,11 +153,12 @@ def _as_failure(error: BaseException) -> RankFailed:
 
 
 def _keep_temporary_files_in(directory: Path) -> None:
-    """Have temporary files of this process and those below it go with its Ray: no killed process removes its own.
+    """Put temporary files of this process and its children into the directory of its Ray, because killed processes
+    leave them.
 
-    Where a user's Ray is open to all its directory is too; they lie where they always do then.
+    If a user's Ray has a public directory, temporary files stay at their usual place.
     """
-    if any(each.is_dir() and each.stat().st_mode & 0o077 == 0 for each in (directory, directory.parent)):
+    if any(parent.is_dir() and parent.stat().st_mode & 0o077 == 0 for parent in (directory, directory.parent)):
         os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
 
 
@@ -160,29 +167,31 @@ _QUERY_TIMEOUT_S = 30.0
 
 
 def bind_to_gpus(visible: str, sysfs: Path = Path("/sys")) -> str:
-    """Bind this process, and what it starts, to the CPUs beside these GPUs; a sentence about it, if there is any.
+    """Bind this process and its children to the CPUs next to these GPUs. Return a sentence about it, empty if none
+    applies.
 
-    `visible` is what CUDA_VISIBLE_DEVICES says. Machines of one NUMA node, and some virtual ones, tell nothing.
+    `visible` is the value of CUDA_VISIBLE_DEVICES. Machines with one NUMA node, and some virtual machines, report
+    nothing.
     """
     try:
-        listed = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
+        output = subprocess.run(_QUERY, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        return f"not bound to the CPUs beside its GPUs: {error}"
-    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
-    own = [pci for index, uuid, pci in rows if {index, uuid} & {*visible.split(",")}]
-    nodes = {node for pci in own if (node := _node(pci, sysfs)) is not None}
+        return f"not bound to the CPUs next to its GPUs: {error}"
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
+    addresses = [pci for index, uuid, pci in rows if {index, uuid} & {*visible.split(",")}]
+    nodes = {node for pci in addresses if (node := _node(pci, sysfs)) is not None}
     cpus = {cpu for node in nodes for cpu in _cpus(sysfs / f"devices/system/node/node{node}/cpulist")}
     allowed = os.sched_getaffinity(0)
     if not cpus or cpus >= allowed:
         return ""
     if not cpus & allowed:
-        return f"not bound to NUMA node {_text(nodes)} of its GPUs: the job was given none of that node's CPUs"
+        return f"not bound to NUMA node {_text(nodes)} of its GPUs: the job has no CPUs of this node"
     os.sched_setaffinity(0, cpus & allowed)
-    return f"bound to {len(cpus & allowed)} CPUs of NUMA node {_text(nodes)}, beside GPU {visible}"
+    return f"bound to {len(cpus & allowed)} CPUs of NUMA node {_text(nodes)}, next to GPU {visible}"
 
 
 def _node(pci: str, sysfs: Path) -> int | None:
-    """Return the NUMA node of a device; the driver writes eight digits of the PCI domain, the kernel four."""
+    """Return the NUMA node of a device. The driver writes eight digits of the PCI domain, the kernel four."""
     domain, _, rest = pci.lower().partition(":")
     path = sysfs / f"bus/pci/devices/{domain[-4:]}:{rest}/numa_node"
     node = int(path.read_text()) if path.is_file() else -1
@@ -190,7 +199,7 @@ def _node(pci: str, sysfs: Path) -> int | None:
 
 
 def _cpus(path: Path) -> Iterator[int]:
-    """Yield the numbers of a list as the kernel writes it: `0-31,64-95`."""
+    """Yield the CPU numbers of a list in the kernel's format: `0-31,64-95`."""
     for part in path.read_text().strip().split(",") if path.is_file() else ():
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

@@ -1,7 +1,7 @@
-"""A worker's log: everything that its process says goes to one file of the run, without secrets.
+"""Log of a worker: all output of its process goes to one file in the run directory, without secrets.
 
-Warnings of other libraries that are known to mean nothing here (`mrl/harmless.py`) are set aside and never lost: they
-stand beside the log, and its tail says how many.
+Harmless warnings of other libraries (`mrl/harmless.py`) go to a second file next to the log, whose tail reports their
+number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STACK_SIGNAL = signal.SIGUSR2
 
 
 def make_log_directory(run_directory: Path, role: str) -> Path:
-    """Make a new directory for the logs of one group of workers: a role that is started again gets another."""
+    """Create a new directory for the logs of a worker group. A restarted role gets another directory."""
     for attempt in itertools.count(1):
         directory = run_directory / "logs" / f"{role}.{attempt}"
         try:
@@ -29,7 +29,7 @@ def make_log_directory(run_directory: Path, role: str) -> Path:
         except FileExistsError:
             continue
         return directory
-    raise AssertionError("counting ended")
+    raise AssertionError("unreachable: the loop does not end")
 
 
 def log_path(directory: Path, rank: int) -> Path:
@@ -37,17 +37,17 @@ def log_path(directory: Path, rank: int) -> Path:
 
 
 def stack_path(log: Path) -> Path:
-    """Return where a rank writes its Python stacks when it is asked for them."""
+    """Return the file for the Python stacks of a rank."""
     return log.with_suffix(".stack")
 
 
 def harmless_path(log: Path) -> Path:
-    """Return where those warnings of a rank go that are known to be harmless."""
+    """Return the file for a rank's harmless warnings."""
     return log.with_suffix(".harmless")
 
 
 class _RedactingStream(io.TextIOBase):
-    """A text stream that blanks out secrets before they reach the file, and sends what is harmless to another."""
+    """A text stream that removes secrets, and writes harmless warnings to another file."""
 
     def __init__(self, descriptor: int, for_harmless: int) -> None:
         self._descriptor = descriptor
@@ -61,8 +61,8 @@ class _RedactingStream(io.TextIOBase):
         return self._descriptor
 
     def write(self, text: str) -> int:
-        """Write it. What a full disk does not take is counted, and told of later: no training ends over a log."""
-        lost = f"({self._num_lost} bytes could not be written here)\n" if self._num_lost else ""
+        """Write the text. If the disk is full, count the lost bytes and report them later: a log must not end a run."""
+        lost = f"({self._num_lost} bytes of the log are missing: the disk was full)\n" if self._num_lost else ""
         data = (lost + redact_text(text)).encode("utf-8", "backslashreplace")
         descriptor = self._for_harmless if is_harmless(text) else self._descriptor
         try:
@@ -75,9 +75,9 @@ class _RedactingStream(io.TextIOBase):
 
 
 def redirect_output(log: Path) -> None:
-    """Send this process's output, a crash's traceback, and stacks on request, to the log and its neighbor.
+    """Redirect this process's output, crash tracebacks, and requested stacks to the log and the stack file.
 
-    The file descriptors themselves are redirected, so that what C code prints while it dies is kept too.
+    The file descriptors themselves are redirected, so that output of C code during a crash is kept.
     """
     descriptor = _open(log)
     sys.stdout.flush()
@@ -93,32 +93,32 @@ def redirect_output(log: Path) -> None:
 
 
 def tail(path: Path, num_lines: int) -> str:
-    """Return the last lines of a log, secrets blanked out; empty if there are none.
+    """Return the last lines of a log without secrets; empty if there is no log.
 
-    Harmless warnings, which C code and processes of libraries write to it directly, are left out and counted.
+    Harmless warnings that C code and child processes write directly to the log are left out and counted.
     """
-    kept, num_left_out = _last_lines(path, num_lines)
+    lines, num_left_out = _last_lines(path, num_lines)
     aside = harmless_path(path)
     num_aside = len(aside.read_bytes().splitlines()) if aside.is_file() else 0
     note = f"({num_left_out + num_aside} lines of harmless warnings left out, {num_aside} of them are in {aside.name})"
-    return "\n".join([*([note] if num_left_out + num_aside else []), *kept])
+    return "\n".join([*([note] if num_left_out + num_aside else []), *lines])
 
 
 def last_words(path: Path) -> str:
-    """Return the last line of a log that says something; empty where there is none."""
+    """Return the last non-empty line of a log, or an empty text."""
     return next(filter(str.strip, reversed(_last_lines(path, 10)[0])), "")
 
 
 def _last_lines(path: Path, num_lines: int) -> tuple[list[str], int]:
-    """The last lines without harmless warnings and secrets, and the number of lines that are left out among them."""
+    """Return the last lines without harmless warnings and secrets, and the number of lines left out."""
     if not path.is_file():
         return [], 0
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(0, file.tell() - num_lines * 800))
         lines = file.read().decode("utf-8", "replace").splitlines()
-    kept = without_harmless(lines)
-    return redact_text("\n".join(kept[-num_lines:])).splitlines(), len(lines) - len(kept)
+    shown = without_harmless(lines)
+    return redact_text("\n".join(shown[-num_lines:])).splitlines(), len(lines) - len(shown)
 
 
 def _open(path: Path) -> int:

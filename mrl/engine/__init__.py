@@ -1,10 +1,10 @@
-"""Megatron-core: groups, build, forward and backward, log-probs, offload, checkpoints, and a stand-in for the CPU.
+"""Megatron-core: groups, build, forward and backward passes, log-probs, offload, checkpoints, and a CPU shim.
 
-Nothing here knows of Ray: the engine runs in a worker, under torchrun, or in one process.
+This package does not depend on Ray: the engine runs in a worker, under torchrun, or in one process.
 """
 
 from __future__ import annotations
 
 from mrl.engine.cpu_shim import import_megatron
 
-import_megatron()  # before any module here does it
+import_megatron()  # before any other module here imports it

@@ -1,12 +1,13 @@
-"""The whole state of training on disk, saved by one layout and loaded by any.
+"""Training state on disk, saved by one layout and loaded by any.
 
-Weights and Adam's moments lie under the names and in the coordinates of Hugging Face's tensors: the family's table says
-which box of them each run of Megatron's flat optimizer shards is, so a checkpoint knows nothing of its layout. Every
-rank writes what it owns, once, into its own safetensors file, and reads what it owns; nothing is gathered. The model's
-own parameters are not saved: Megatron makes them from the optimizer's float32 weights after every step.
+Weights and Adam's moments are stored under the names and in the coordinates of Hugging Face's tensors: the family's
+table maps each range of Megatron's flat optimizer shards to boxes of these tensors, so a checkpoint does not depend on
+its layout. Every rank writes what it owns, once, into its own safetensors file, and reads what it owns; nothing is
+gathered. The model's parameters are not saved: Megatron computes them from the optimizer's float32 weights after every
+step.
 
-A save begins with a copy on the host. A thread hashes and writes it while training goes on; then the ranks meet again,
-and what all have put on disk, beside the checkpoint's place, is made visible by one rename.
+A save begins with a copy on the host. A thread hashes and writes it while training continues. Then the ranks meet
+again, and one rename publishes the files, which are next to the checkpoint's final place.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _TRACKED = "tensor-parallel/"
 
 @dataclass(frozen=True)
 class _Written:
-    """What one rank tells of its file."""
+    """Report of one rank about its file."""
 
     file: str
     num_bytes: int
@@ -63,15 +64,15 @@ class _Written:
 
 
 def save(engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]) -> None:
-    """Write the state of training and the caller's own `extra` (what JSON can hold) to a new directory, on all ranks.
+    """Write the training state and the caller's `extra` (JSON values) to a new directory. Call this on all ranks.
 
-    All machines see the directory, which appears when it is whole and on disk, or not at all.
+    All machines must see the directory. It is published atomically, when it is complete and on disk.
     """
     PendingSave(engine, directory, extra).finish()
 
 
 class PendingSave:
-    """A save under way: its state is that of the moment in which it began, on all ranks."""
+    """A save under way, of the state at its start. Create it on all ranks."""
 
     def __init__(self, engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]) -> None:
         target = Path(directory).absolute()
@@ -89,33 +90,33 @@ class PendingSave:
 
     @property
     def is_written(self) -> bool:
-        """Return whether this rank's file is on disk, or failed: `finish` has nothing to wait for here."""
+        """Return whether this rank's file is written or failed, so that `finish` does not wait for it."""
         return self._written.done()
 
     def finish(self) -> None:
-        """Publish what all ranks have written, or raise on all of them; every rank calls this."""
+        """Publish what all ranks have written, or raise an error on all ranks. Call this on every rank."""
         try:
             with raise_on_all_ranks("saving"):
                 written = self._written.result()
-            everyone: list[Any] | None = [None] * dist.get_world_size() if self._is_first else None
-            dist.gather_object(written, everyone)
+            reports: list[Any] | None = [None] * dist.get_world_size() if self._is_first else None
+            dist.gather_object(written, reports)
             with raise_on_all_ranks("saving"):
-                if everyone is not None:
-                    _publish(self._target, self._staged, _manifest(self._facts, everyone))
+                if reports is not None:
+                    _publish(self._target, self._staged, _manifest(self._facts, reports))
         except (MrlError, OSError):
             if self._is_first:
                 shutil.rmtree(self._staged, ignore_errors=True)
             raise
 
     def discard(self) -> None:
-        """Wait until nothing is written any more; what it came to has no meaning."""
+        """Wait for the write to end, and ignore its result."""
         wait([self._written])
 
 
 def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
-    """Restore the state of training on all ranks of any layout; the caller's `extra` comes back.
+    """Restore the training state on all ranks of any layout. Return the caller's `extra`.
 
-    Sizes and hashes of files are compared with the manifest, each file's on one rank.
+    Sizes and hashes of the files are compared with the manifest, each file on one rank.
     """
     optimizer = _optimizer(engine)
     with raise_on_all_ranks("loading"):
@@ -135,7 +136,7 @@ def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
         if saved.manifest["layout"] == _layout(engine.groups):
             set_random_states(saved.random_states(engine.groups.at.rank))
         else:
-            warnings.warn("the checkpoint is of another layout: random states are those of a fresh start", stacklevel=2)
+            warnings.warn("the checkpoint has another layout: random states are not restored", stacklevel=2)
     optimizer.weights_from_owned()
     optimizer.num_skipped, optimizer.num_skipped_in_a_row = saved.manifest["num_skipped"]
     engine.memory.changed()
@@ -154,7 +155,7 @@ def _held(engine: MegatronEngine) -> Iterator[tuple[Shard, Tensor]]:
 
 
 def _is_written_here(shard: Shard, groups: ParallelGroups) -> bool:
-    """Of ranks that hold copies one writes: the first of the tensor ranks, and the first stage of tied embeddings."""
+    """Return whether this rank writes the shard. Of several copies, the first tensor rank and the first stage write."""
     tied_copy = shard.name == "output_layer.weight" and shard.pieces[0].hf == EMBEDDING
     tensor_rank = groups.at.etp if shard.expert else groups.at.tp
     return not tied_copy and (shard.split or tensor_rank == 0)
@@ -162,15 +163,15 @@ def _is_written_here(shard: Shard, groups: ParallelGroups) -> bool:
 
 def _prepare(target: Path, staged: Path) -> None:
     if target.exists():
-        raise EngineError("exists already", where=str(target), fix="choose a new directory, or remove it")
+        raise EngineError("already exists", where=str(target), fix="choose a new directory, or remove this one")
     if staged.exists():
-        warnings.warn(f"{staged} was left by a save that did not end: it is removed", stacklevel=2)
+        warnings.warn(f"{staged} was left by an interrupted save: it is removed", stacklevel=2)
         shutil.rmtree(staged)
     staged.mkdir(parents=True)
 
 
 def _copy_rank(engine: MegatronEngine) -> tuple[dict[str, Tensor], list[tuple[str, Region]]]:
-    """Return copies on the host of what this rank writes, and which boxes of which tensors they are."""
+    """Return host copies of the tensors that this rank writes, and their boxes."""
     optimizer = _optimizer(engine)
     tensors = {RANDOM + name: state for name, state in random_states().items()}
     boxes = []
@@ -180,7 +181,7 @@ def _copy_rank(engine: MegatronEngine) -> tuple[dict[str, Tensor], list[tuple[st
             for name, box, views in flat_shard_regions(shard, owned.start, owned.state):
                 boxes.append((name, box))
                 tensors |= {entry(kind, name, box): view for kind, view in views.items()}
-    # Copies always: memory that numpy has seen can never leave the device again.
+    # Always copy: memory that numpy has seen can never leave the device again.
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}, boxes
 
 
@@ -203,18 +204,16 @@ def _facts(engine: MegatronEngine, extra: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _manifest(facts: dict[str, Any], everyone: Sequence[_Written]) -> dict[str, Any]:
+def _manifest(facts: dict[str, Any], reports: Sequence[_Written]) -> dict[str, Any]:
     boxes: dict[str, list[tuple[int, Region]]] = defaultdict(list)
-    for rank, written in enumerate(everyone):
-        for name, box in written.boxes:
+    for rank, report in enumerate(reports):
+        for name, box in report.boxes:
             boxes[name].append((rank, box))
     tensors = {name: tensor | {"boxes": boxes[name]} for name, tensor in facts["tensors"].items()}
     for name, tensor in tensors.items():
         if not is_exact_cover(tensor["shape"], [box for _, box in boxes[name]]):
-            raise EngineError(
-                f"the ranks' parts of {name} {list(tensor['shape'])} leave something out, or hold it twice"
-            )
-    written_files = {written.file: {"bytes": written.num_bytes, "sha256": written.sha256} for written in everyone}
+            raise EngineError(f"the ranks' parts of {name} {list(tensor['shape'])} have gaps or overlaps")
+    written_files = {report.file: {"bytes": report.num_bytes, "sha256": report.sha256} for report in reports}
     return facts | {"files": written_files, "tensors": tensors}
 
 
@@ -226,29 +225,29 @@ def _publish(target: Path, staged: Path, manifest: Mapping[str, Any]) -> None:
     try:
         text = json.dumps(manifest)
     except (TypeError, ValueError) as error:
-        raise EngineError(f"JSON cannot hold what was given to be saved: {error}") from error
+        raise EngineError(f"`extra` cannot be saved as JSON: {error}") from error
     files.write_text(staged / MANIFEST, text)
     files.publish_directory(staged, target)
 
 
 @contextmanager
-def raise_on_all_ranks(what: str) -> Iterator[None]:
-    """The block succeeds on all ranks, or raises on all of them. The ranks do not talk to each other inside it."""
+def raise_on_all_ranks(action: str) -> Iterator[None]:
+    """Make the block succeed on all ranks or raise on all ranks. The ranks must not communicate inside it."""
     error: MrlError | OSError | None = None
     try:
         yield
     except (MrlError, OSError) as raised:
         error = raised
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if error is None else str(error))
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, None if error is None else str(error))
     if error is not None:
         raise error
-    if failed := [f"rank {rank}: {message}" for rank, message in enumerate(said) if message is not None]:
-        raise EngineError(f"{what} failed on {len(failed)} of {len(said)} ranks; {failed[0]}")
+    if failed := [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message is not None]:
+        raise EngineError(f"{action} failed on {len(failed)} of {len(messages)} ranks; {failed[0]}")
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return copies of all random generators' states: torch's own on the CPU and the GPU, and those of Megatron."""
+    """Return copies of the states of all random generators: torch's on CPU and GPU, and Megatron's."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["gpu"] = torch.cuda.get_rng_state()
@@ -257,7 +256,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Put back what `random_states` gave."""
+    """Restore the random states returned by `random_states`."""
     torch.set_rng_state(states["cpu"])
     if "gpu" in states:
         torch.cuda.set_rng_state(states["gpu"])

@@ -1,6 +1,6 @@
-"""The files of a checkpoint: safetensors of boxes, a manifest with their sizes and hashes, nothing that runs code.
+"""Files of a checkpoint: safetensors of boxes, and a manifest with their sizes and hashes. None of them contains code.
 
-Neither they nor their export as a Hugging Face directory need Megatron or a GPU.
+Reading them and exporting them as a Hugging Face directory works without Megatron and without a GPU.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MANIFEST, FORMAT = "manifest.json", "mrl-checkpoint-1"
 RANDOM = "random/"
 _FILE, _SHA256 = re.compile(r"rank-[0-9]{5}\.safetensors"), re.compile("[0-9a-f]{64}")
 _MAX_EXPORTED_BYTES = 5 * 10**9
-"""Of a file of weights."""
+"""Largest size of one exported weight file."""
 
 State = dict[str, Tensor]
-"""Of the same elements: weights ("param") and moments, by Megatron's names."""
+"""Tensors of the same elements, by Megatron's names: weights ("param") and moments."""
 
 
 def file_name(rank: int) -> str:
@@ -51,13 +51,13 @@ def file_name(rank: int) -> str:
 
 
 def entry(kind: str, name: str, box: Region) -> str:
-    """Return what a box of a tensor is called in a file."""
+    """Return the name of a tensor's box in a file."""
     return f"{kind}/{name}[{','.join(f'{start}:{stop}' for start, stop in box)}]"
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors of the host one after another, on disk when this returns; the hash of the file."""
-    tensors = dict(sorted(tensors.items()))  # equal states are equal files
+    """Write host tensors one after another, flushed to disk. Return the hash of the file."""
+    tensors = dict(sorted(tensors.items()))  # equal states give equal files
     for name, tensor in tensors.items():
         if dtype_name(tensor.dtype) not in SAFETENSORS_NAMES:
             raise EngineError(f"{name}: {tensor.dtype} cannot be saved", fix="leave optimizer state in float32")
@@ -77,46 +77,46 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 class SavedFiles:
-    """A checkpoint's manifest, and boxes out of its files."""
+    """Manifest of a checkpoint, and boxes read from its files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self.manifest: dict[str, Any] = dict(json.loads(files.read_text(path / MANIFEST)))
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise EngineError(f"is no checkpoint: {error}", where=str(path / MANIFEST)) from error
+            raise EngineError(f"is not a checkpoint: {error}", where=str(path / MANIFEST)) from error
         if self.manifest.get("format") != FORMAT:
-            raise EngineError(f"is not of the format {FORMAT}", where=str(path / MANIFEST))
+            raise EngineError(f"does not have the format {FORMAT}", where=str(path / MANIFEST))
         self._open: dict[str, Any] = {}
 
     def check_manifest(self) -> None:
-        """Refuse a manifest that no checkpoint can have, whatever its hash says: it decides what is read, and where."""
+        """Raise an error if the manifest is inconsistent, even with a valid hash: it decides which data are read."""
         try:
-            wrong = next(_wrong(self.manifest), "")
+            problem = next(_wrong(self.manifest), "")
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
-            wrong = f"{type(error).__name__}: {error}"
-        if wrong:
-            raise EngineError(f"is no manifest of a checkpoint: {wrong}", where=str(self.path / MANIFEST))
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise EngineError(f"is not a valid manifest: {problem}", where=str(self.path / MANIFEST))
 
     def check_model(self, shapes: Mapping[str, Shape]) -> None:
-        """Refuse the checkpoint of another model."""
-        found = {name: tuple(tensor["shape"]) for name, tensor in self.manifest["tensors"].items()}
-        if other := sorted(set(found.items()) ^ set(shapes.items())):
-            raise EngineError(f"is the checkpoint of another model: {other[0][0]}", where=str(self.path))
+        """Raise an error if the checkpoint belongs to another model."""
+        saved_shapes = {name: tuple(tensor["shape"]) for name, tensor in self.manifest["tensors"].items()}
+        if differences := sorted(set(saved_shapes.items()) ^ set(shapes.items())):
+            raise EngineError(f"is a checkpoint of another model: {differences[0][0]} differs", where=str(self.path))
 
     def check_files(self, rank: int, num_ranks: int) -> None:
-        """Refuse files that are not as they were written; each rank looks at its share of them."""
+        """Raise an error if files are missing or damaged. Each rank checks its share of them."""
         for name in list(self.manifest["files"])[rank::num_ranks]:
             path, expected = self.path / name, self.manifest["files"][name]
             if not path.exists():
                 raise EngineError("is missing", where=str(path))
             if path.stat().st_size != expected["bytes"]:
-                raise EngineError(f"has {path.stat().st_size} bytes, not {expected['bytes']}", where=str(path))
+                raise EngineError(f"has {path.stat().st_size} bytes instead of {expected['bytes']}", where=str(path))
             if files.sha256(path) != expected["sha256"]:
-                raise EngineError("is damaged: it is not what was written (sha256)", where=str(path))
+                raise EngineError("is damaged: its sha256 is wrong", where=str(path))
 
     def read(self, name: str, box: Region, views: State) -> None:
-        """Fill the views of a box, from however many boxes it was saved as."""
+        """Fill the views of a box from all saved boxes that overlap it."""
         missing = num_elements(box)
         for rank, raw in self.manifest["tensors"][name]["boxes"]:
             saved = tuple((start, stop) for start, stop in raw)
@@ -126,11 +126,11 @@ class SavedFiles:
                     part = self._slice(file_name(rank), entry(kind, name, saved))[slices(relative(common, saved))]
                     view[slices(relative(common, box))] = part
         if missing:
-            raise EngineError(f"lacks {missing} elements of {name} {box}", where=str(self.path))
+            raise EngineError(f"{missing} elements of {name} {box} are missing", where=str(self.path))
 
     def random_states(self, rank: int) -> dict[str, Tensor]:
         handle = self._handle(file_name(rank))
-        names = [name for name in handle.keys() if name.startswith(RANDOM)]  # noqa: SIM118  # no dictionary
+        names = [name for name in handle.keys() if name.startswith(RANDOM)]  # noqa: SIM118  # not a dictionary
         return {name.removeprefix(RANDOM): handle.get_tensor(name) for name in names}
 
     def _slice(self, file: str, name: str) -> Any:
@@ -150,27 +150,27 @@ class SavedFiles:
 
 
 def _wrong(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what does not fit together, or raise where something is of another type altogether."""
+    """Yield inconsistencies of a manifest. May raise an error if a value has the wrong type."""
     skipped, in_a_row = manifest["num_skipped"]
-    counts = [manifest["num_steps"], skipped, in_a_row, *(of["bytes"] for of in manifest["files"].values())]
-    if not all(_is_count(each) for each in counts):
-        yield f"steps and sizes are counts, not {counts[:3]}"
+    counts = [manifest["num_steps"], skipped, in_a_row, *(file["bytes"] for file in manifest["files"].values())]
+    if not all(_is_count(count) for count in counts):
+        yield f"steps and sizes must be counts, not {counts[:3]}"
     if not isinstance(manifest["extra"], dict) or not isinstance(manifest["layout"], dict):
-        yield "layout and extra have names"
-    for name, of in manifest["files"].items():
-        if not _FILE.fullmatch(name) or not _SHA256.fullmatch(of["sha256"]):
-            yield f"{name!r:.80} is no file of a checkpoint, or has no hash"
+        yield "layout and extra must be dictionaries"
+    for name, file in manifest["files"].items():
+        if not _FILE.fullmatch(name) or not _SHA256.fullmatch(file["sha256"]):
+            yield f"{name!r:.80} is not a file of a checkpoint, or has no hash"
     for name, tensor in manifest["tensors"].items():
         boxes = [tuple((start, stop) for start, stop in box) for _, box in tensor["boxes"]]
         ends = [end for box in boxes for sides in box for end in sides]
-        if not all(_is_count(each) for each in (*tensor["shape"], *ends)) or any(
+        if not all(_is_count(count) for count in (*tensor["shape"], *ends)) or any(
             len(box) != len(tensor["shape"]) for box in boxes
         ):
-            yield f"{name!r:.80} has boxes with other axes than its shape"
+            yield f"{name!r:.80} has boxes whose axes differ from its shape"
         elif not is_exact_cover(tuple(tensor["shape"]), boxes):
-            yield f"the boxes of {name!r:.80} leave something out, or hold it twice"
+            yield f"the boxes of {name!r:.80} have gaps or overlaps"
         if any(file_name(rank) not in manifest["files"] for rank, _ in tensor["boxes"]):
-            yield f"a box of {name!r:.80} is in no file"
+            yield f"a box of {name!r:.80} is not in any file"
 
 
 def _is_count(value: Any) -> bool:
@@ -178,7 +178,7 @@ def _is_count(value: Any) -> bool:
 
 
 def flat_shard_regions(shard: Shard, start: int, state: State) -> Iterator[tuple[str, Region, State]]:
-    """Yield the Hugging Face boxes in a run of a parameter's elements, each with views of what the run has of it."""
+    """Yield the Hugging Face boxes in a range of a parameter's elements, each with views of the range's part of it."""
     length = len(next(iter(state.values())))
     for place, first, last in _rectangles(shard.shape, start, start + length):
         views = {name: flat[first - start : last - start].view(extent(place)) for name, flat in state.items()}
@@ -190,7 +190,7 @@ def flat_shard_regions(shard: Shard, start: int, state: State) -> Iterator[tuple
 
 
 def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int, int]]:
-    """Yield a run of elements of a tensor in row order as the end of a row, whole rows, and the beginning of a row."""
+    """Split a range of a tensor's elements, in row order, into the end of a row, whole rows and the start of a row."""
     if len(shape) == 1:
         yield ((start, stop),), start, stop
         return
@@ -205,10 +205,10 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, i
 
 
 def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype, target: Path) -> int:
-    """Write the weights in `saved` as a Hugging Face directory, tensor by tensor; the number of tensors.
+    """Write the weights in `saved` as a Hugging Face directory, tensor by tensor. Return the number of tensors.
 
-    The tokenizer and the settings are those of the model `source`. The files' hashes are compared first. The directory
-    appears when it is whole, or not at all.
+    The tokenizer and the settings come from the model `source`. The hashes of the files are checked first. The
+    directory is published atomically.
     """
     spec = read_spec(source)
     checkpoint = SavedFiles(saved)
@@ -218,7 +218,7 @@ def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype,
     checkpoint.check_files(0, 1)
     with HfWriter(target, spec, source, head, dtype, _MAX_EXPORTED_BYTES) as writer:
         for name, shape in shapes.items():
-            tensor = torch.empty(shape, dtype=torch.float32)  # what the optimizer keeps
+            tensor = torch.empty(shape, dtype=torch.float32)  # the dtype of the optimizer's weights
             checkpoint.read(name, whole(shape), {"param": tensor})
             writer.write(name, tensor.to(dtype))
     return len(shapes)

@@ -1,12 +1,12 @@
 """Megatron-core on a machine without CUDA, over gloo.
 
 Megatron asks torch for the current CUDA device, streams, events and random generators by name, everywhere. This file
-puts a stand-in for the *name* `torch` into every loaded `megatron.core` module: it forwards all to the real torch,
-except that the current device is the CPU, streams and events do nothing, and what is made on "cuda" is made in memory.
-Nobody else's `torch` changes, with one exception: `Tensor.cuda` and `Tensor.type` are methods, so they are
+replaces the *name* `torch` in every loaded `megatron.core` module by a shim: it forwards everything to the real
+torch, except that the current device is the CPU, streams and events do nothing, and tensors on "cuda" are created in
+memory. Other modules keep their `torch`, with one exception: `Tensor.cuda` and `Tensor.type` are methods, so they are
 wrapped, and behave differently only when a `megatron.core` module calls them.
 
-Where CUDA is available, `install` refuses: there Megatron must run as its authors wrote it.
+If CUDA is available, `install` raises an error: Megatron must run unchanged there.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _ALREADY = "_mrl_cpu_standin"
 
 
 def import_megatron() -> None:
-    """Import Megatron without the compiler that its decorators would load, and that `install` switches off.
+    """Import Megatron without loading torch's compiler, which its decorators would load and `install` switches off.
 
-    Loading it takes every process three seconds, which is a third of its start.
+    Loading the compiler takes three seconds per process, a third of its start.
     """
     if torch.cuda.is_available():
         return
@@ -49,7 +49,7 @@ def import_megatron() -> None:
 
 
 class _NullStream:
-    """A stream or event: there is one order of work on a CPU, and it is the program's."""
+    """A stream or event that does nothing: on a CPU, work is done in program order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -57,7 +57,7 @@ class _NullStream:
     def __getattr__(self, name: str) -> Callable[..., _NullStream]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_, **__: self  # an event of a stream is as little as the stream
+        return lambda *_, **__: self  # an event of a stream does nothing either
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _NullStream)
@@ -67,7 +67,7 @@ class _NullStream:
 
 
 class _PatchedModule(ModuleType):
-    """A module with some names replaced and all others its original's."""
+    """A module with some names replaced; all other names come from the original."""
 
     def __init__(self, original: ModuleType, replaced: dict[str, Any]) -> None:
         super().__init__(original.__name__)
@@ -87,7 +87,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def make(*args: Any, device: Any = None, **options: Any) -> Any:
         if options.pop("pin_memory", False):
-            warnings.warn("there is no pinned memory without CUDA: plain memory is used", stacklevel=2)
+            warnings.warn("pinned memory needs CUDA: plain memory is used", stacklevel=2)
         if device is not None:
             options["device"] = _CPU if torch.device(device).type == "cuda" else device
         return factory(*args, **options)
@@ -134,7 +134,7 @@ def _cuda() -> ModuleType:
 
 def _torch() -> ModuleType:
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES if name != "Generator"}
-    # A class stays a class: Megatron uses it in isinstance.
+    # `Generator` must remain a class: Megatron uses it in isinstance.
     return _PatchedModule(torch, {"cuda": _cuda(), **factories})
 
 
@@ -153,7 +153,7 @@ def _wrap_tensor_methods() -> None:
     @functools.wraps(type_of)
     def type_(self: torch.Tensor, *args: Any, **options: Any) -> Any:
         named = type_of(self, *args, **options)
-        # The distributed optimizer and gradient clipping know the types of CUDA tensors only.
+        # The distributed optimizer and gradient clipping only know the types of CUDA tensors.
         return (
             named.replace("torch.", "torch.cuda.", 1) if not args and not options and _called_by_megatron() else named
         )
@@ -162,8 +162,8 @@ def _wrap_tensor_methods() -> None:
     torch.Tensor.type = type_  # type: ignore[method-assign,assignment]
 
 
-def _import_what_comes_late() -> None:
-    """Modules that Megatron imports inside functions would miss the stand-in."""
+def _import_late_modules() -> None:
+    """Import the modules that Megatron imports inside functions, so that `install` can replace their `torch`."""
     import megatron.core.dist_checkpointing.strategies.async_utils
     import megatron.core.dist_checkpointing.strategies.common
     import megatron.core.dist_checkpointing.strategies.filesystem_async
@@ -191,10 +191,10 @@ def _all_to_all_with_numbers(all_to_all: Callable[..., Any]) -> Callable[..., An
 
 
 def install() -> None:
-    """Let Megatron run on the CPU. Once per process, before the first Megatron object is made."""
+    """Make Megatron run on the CPU. Call it once per process, before creating any Megatron object."""
     if torch.cuda.is_available():
-        raise EngineError("the CPU stand-in for Megatron was asked for on a machine with CUDA")
-    _import_what_comes_late()
+        raise EngineError("the CPU shim for Megatron cannot be installed on a machine with CUDA")
+    _import_late_modules()
     if not hasattr(torch.Tensor.cuda, _ALREADY):
         _wrap_tensor_methods()
         setattr(torch.Tensor.cuda, _ALREADY, True)
@@ -203,7 +203,7 @@ def install() -> None:
         if name.startswith(f"{_MEGATRON}.") and getattr(module, "torch", None) is torch:
             module.torch = replacement  # type: ignore[attr-defined]
     _replace_single_names()
-    # Compiled helpers take long to build and gain nothing here. An environment variable would come after torch.
+    # Compiled helpers take long to build and bring no gain here. It is too late for an environment variable of torch.
     torch._dynamo.config.disable = True
 
 
@@ -216,7 +216,7 @@ def _replace_single_names() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16 leaves the name undefined without Transformer Engine
     if not hasattr(mappings.all_to_all, _ALREADY):
-        exchange = _all_to_all_with_numbers(mappings.all_to_all)  # gloo takes split sizes as numbers only
+        exchange = _all_to_all_with_numbers(mappings.all_to_all)  # gloo needs split sizes as numbers
         setattr(exchange, _ALREADY, True)
         modules: list[Any] = [mappings, token_dispatcher, sys.modules[f"{_MEGATRON}.tensor_parallel"]]
         for module in modules:

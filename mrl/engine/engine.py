@@ -1,4 +1,4 @@
-"""MegatronEngine: one model in one layout, as this rank sees it. Rows in; log-probs, values or gradients out."""
+"""MegatronEngine: one model in one layout, on this rank. Takes rows and returns log-probs, values or gradients."""
 
 from __future__ import annotations
 
@@ -32,20 +32,23 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """The model, its head, and how to run it; it is trained where the settings are those of training."""
+    """A model, its head and its settings. Settings of the type `TrainedModelConfig` make it trainable."""
 
     spec: ModelSpec
     head: Head
     settings: MegatronModelConfig
     new_head: bool = False
-    """A score head that the files lack begins at zero."""
+    """Whether a score head that is missing in the files starts at zero."""
 
 
 class MegatronEngine:
-    """Every method is called on all ranks of the layout, with the rows of this rank's data-parallel shard."""
+    """A model on this rank.
+
+    Call each method on all ranks of the layout, with this rank's data-parallel shard of rows.
+    """
 
     memory: DeviceMemory
-    """What is on the device; there is nothing before `load`."""
+    """Memory of the model on the device; set by `load`."""
 
     def __init__(self, request: EngineRequest, groups: ParallelGroups) -> None:
         self.request, self.groups = request, groups
@@ -57,7 +60,7 @@ class MegatronEngine:
 
     @property
     def packing(self) -> PackingRules:
-        """What micro-batches of this model in this layout keep to."""
+        """Packing rules for micro-batches of this model in this layout."""
         spec, parallel, cut = self.request.spec, self.groups.parallel, self.groups.sequence_sharding
         pair = spec.attention_flops_per_token_pair
         return PackingRules(
@@ -70,7 +73,7 @@ class MegatronEngine:
         )
 
     def load(self, reader: HfReader) -> None:
-        """Read the weights, and set up training where it is wanted."""
+        """Read the weights, and set up training if the settings ask for it."""
         request = self.request
         reader.check(request.spec, request.head, request.new_head)
         weights.load(self.models, reader, request.spec, request.head, self.groups)
@@ -80,7 +83,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def forward(self, rows: TokenRows, micro_batches: Sequence[Rows], scores: ScoreRequest) -> Scores | None:
-        """Scores of all response tokens in row order; None on ranks that are not on the last stage."""
+        """Return the scores of all response tokens in row order; None on ranks outside the last stage."""
         self.memory.need("parameters")
         for model in self.models:
             model.eval()
@@ -94,9 +97,9 @@ class MegatronEngine:
     def forward_backward(
         self, rows: TokenRows, micro_batches: Sequence[Rows], loss: LossFunction, scores: ScoreRequest
     ) -> dict[str, float]:
-        """Gradients of the loss, added to those that are there; what to report, added up over this shard's rows.
+        """Accumulate gradients of the loss. Return metrics summed over this shard's rows.
 
-        Empty on ranks that are not on the last stage.
+        The result is empty on ranks outside the last stage.
         """
         self.memory.need("parameters", "gradients")
         for model in self.models:
@@ -123,20 +126,20 @@ class MegatronEngine:
         return [pack(rows.take(index), self.groups.sequence_sharding, self.groups.device) for index in micro_batches]
 
     def _run(self, batches: Sequence[MicroBatch], last_step: Any, forward_only: bool) -> list[Any]:
-        """Megatron's pipeline schedule over the micro-batches; what the last stage collected."""
+        """Run Megatron's pipeline schedule over the micro-batches. Return the outputs that the last stage collected."""
         chunks = self.models if self.optimizer is None else self.optimizer.chunks
-        collected: list[Any] = get_forward_backward_func()(
+        outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, last_step),
             data_iterator=[iter(batches) for _ in chunks],
             model=chunks,
             num_microbatches=len(batches),
-            seq_length=1,  # stages tell each other the shapes
+            seq_length=1,  # stages exchange the shapes
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
             **pipeline_arguments(self.config, self.groups),
         )
-        return collected
+        return outputs
 
 
 def _forward_step(last_step: Any, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
@@ -156,10 +159,10 @@ def _loss(
     rows = batch.rows
     columns = {name: column.to(hidden.device) for name, column in rows.columns.items()}
     output = loss(LossInput(score(model, batch, hidden, request), rows.response_lengths, columns))
-    # The second is a number of tokens, which Megatron would divide by: `_finalize_gradients` keeps it from doing so.
+    # The second value is a token count that Megatron would divide by; `_finalize_gradients` prevents this.
     return output.loss, torch.ones((), dtype=torch.int, device=hidden.device), dict(output.reports)
 
 
 def _merge(parts: Sequence[Tensor | None], micro_batches: Sequence[Rows], lengths: Rows) -> Tensor | None:
-    here = [part for part in parts if part is not None]
-    return concat(here, micro_batches, lengths) if here else None
+    tensors = [part for part in parts if part is not None]
+    return concat(tensors, micro_batches, lengths) if tensors else None

@@ -1,8 +1,8 @@
-"""What a transformer layer is made of: Transformer Engine's modules where it is installed, else Megatron's and ours.
+"""Modules of a transformer layer: Transformer Engine's if it is installed, otherwise Megatron's and mrl's.
 
-Ours are a norm for sequence parallelism, and attention over packed rows with grouped queries, and context parallelism
-by gathering keys, neither of which Megatron's own local attention knows. It is torch's variable-length kernel on CUDA,
-on the CPU dense blocks of rows of similar length.
+mrl's modules are a norm for sequence parallelism, and attention over packed rows with grouped queries, which gathers
+keys for context parallelism. Megatron's local attention supports none of these. On CUDA it is torch's variable-length
+kernel, on the CPU dense blocks of rows of similar length.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 def has_transformer_engine() -> bool:
-    """Return whether layers come from Transformer Engine: its extension is installed, and there is a GPU for it."""
+    """Return whether layers come from Transformer Engine: its extension is installed, and there is a GPU."""
     return torch.cuda.is_available() and transformer_engine_extension() is not None
 
 
 class RmsNorm(torch.nn.Module):
-    """x / rms(x) * weight, in float32 inside, as transformers computes it; its weight tells Megatron how to reduce.
+    """x / rms(x) * weight, computed in float32 like in transformers. Marks its weight for Megatron's gradient
+    reduction.
 
-    Megatron's wrapper of torch's norm refuses sequence parallelism, where each tensor rank sees a part of the
-    tokens and the weight's gradients must be added up over them.
+    Megatron's wrapper of torch's norm does not support sequence parallelism, where each tensor rank has a part of the
+    tokens and the gradients of the weight must be summed over the ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -54,7 +55,7 @@ class RmsNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized `x`, in its own dtype."""
+        """Return the normalized `x` in its dtype."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * scaled.to(x.dtype)
@@ -96,13 +97,13 @@ def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron's class has no type information here
-    """Causal attention of every token to the tokens of its own row up to itself."""
+    """Causal attention of every token to itself and the earlier tokens of its row."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **others: Any) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **options: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
-        self.context = others["pg_collection"].cp
-        self.reach = config.window_size[0] if config.window_size else None  # tokens before the present one
+        self.context = options["pg_collection"].cp
+        self.reach = config.window_size[0] if config.window_size else None  # number of tokens before the current one
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedParams, **__: Any
@@ -110,7 +111,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron's class
         """Query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads * dim]."""
         segments = packed_seq_params.segments
         if segments is None:
-            raise EngineError("the own core attention takes packed rows only")
+            raise EngineError("mrl's core attention supports packed rows only")
         if segments.key_order is not None:
             key = _GatherRows.apply(key, segments.key_order, self.context)  # type: ignore[no-untyped-call]
             value = _GatherRows.apply(value, segments.key_order, self.context)  # type: ignore[no-untyped-call]
@@ -119,7 +120,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron's class
 
 
 class _GatherRows(torch.autograd.Function):
-    """All context ranks' tokens in row order; backwards, the sum of what all ranks want changed in ours."""
+    """All context ranks' tokens in row order. Backward sums all ranks' gradients for this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
@@ -133,9 +134,9 @@ class _GatherRows(torch.autograd.Function):
         (grad,) = grads
         by_rank = torch.empty_like(grad)
         by_rank[ctx.order] = grad
-        mine = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
-        torch.distributed.reduce_scatter_tensor(mine, by_rank, group=ctx.group)
-        return mine, None, None
+        local = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
+        torch.distributed.reduce_scatter_tensor(local, by_rank, group=ctx.group)
+        return local, None, None
 
 
 def _in_blocks(qkv: Qkv, segments: Segments, scale: float | None, reach: int | None) -> Tensor:
@@ -162,15 +163,15 @@ def _varlen(qkv: Qkv, segments: Segments, scale: float | None, reach: int | None
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = qkv
-    if segments.key_order is not None:  # segments of one row share keys: each gets its own copy
-        wanted = torch.cat(
+    if segments.key_order is not None:  # segments of one row share keys: copy them for each
+        key_index = torch.cat(
             [
                 torch.arange(start, start + length, device=key.device)
                 for start, length in zip(segments.key_starts.tolist(), segments.key_lengths.tolist(), strict=True)
             ]
         )
-        key, value = key[wanted], value[wanted]
-    announced: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
+        key, value = key[key_index], value[key_index]
+    options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
     attended = varlen_attn(
         query,
         key,
@@ -181,15 +182,15 @@ def _varlen(qkv: Qkv, segments: Segments, scale: float | None, reach: int | None
         int(segments.key_lengths.max()),
         scale=scale,
         window_size=(-1 if reach is None else reach, 0),
-        **(announced if _takes_enable_gqa(varlen_attn) else {}),
+        **(options if _takes_enable_gqa(varlen_attn) else {}),
     )
-    assert isinstance(attended, Tensor), "nothing else was asked of the kernel"
+    assert isinstance(attended, Tensor), "the kernel returns one tensor by default"
     return attended
 
 
 @functools.cache
 def _takes_enable_gqa(kernel: Callable[..., Any]) -> bool:
-    """Return whether the kernel asks for fewer heads of keys to be announced; up to torch 2.11 it takes them as is."""
+    """Return whether the kernel has an option for grouped queries. Up to torch 2.11 it detects them."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 

@@ -1,6 +1,6 @@
-"""Megatron models of a family: GPTModel chunks that end in hidden states, with a vocabulary or a score head.
+"""Megatron models of a family: GPTModel chunks that return hidden states, with a vocabulary or score head.
 
-Logits are never made by the model: `vocab_head` turns hidden states into log-probs in chunks.
+The model never computes logits: `vocab_head` turns hidden states into log-probs in chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mrl.models.table import Head
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What to build: the model, its head, its dtype, and the user's own Megatron settings."""
+    """Model to build, with its head, its dtype and the user's Megatron settings."""
 
     spec: ModelSpec
     head: Head
@@ -38,14 +38,14 @@ class ModelRequest:
 
 
 def transformer_config(request: ModelRequest, groups: ParallelGroups) -> TransformerConfig:
-    """Return Megatron's configuration of the model on this layout, with the user's settings beside it.
+    """Return Megatron's configuration of the model in this layout, with the user's settings.
 
-    A setting of the user never replaces what the model's file or the layout says: `config` refuses such keys.
+    The user's settings never replace those of the model's file or of the layout: `config` refuses such keys.
     """
     parallel, dtype = groups.parallel, torch_dtype(request.dtype)
     if has_transformer_engine() and parallel.cp > 1 and request.spec.sliding_window:
-        what = f"a sliding window of {request.spec.sliding_window} tokens with cp={parallel.cp}"
-        raise EngineError(f"Transformer Engine's fused attention does not compute {what}", fix="set parallel.cp=1")
+        feature = f"a sliding window of {request.spec.sliding_window} tokens with cp={parallel.cp}"
+        raise EngineError(f"Transformer Engine's fused attention does not support {feature}", fix="set parallel.cp=1")
     settings = request.spec.transformer_config() | {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
@@ -61,78 +61,77 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": groups.device.type == "cpu",
         "perform_initialization": False,
-        # What it caches is of 8 bits; without it fused gradients of the first micro-batch are added like all others.
+        # The cache serves 8-bit weights only. Without it, fused gradients of the first micro-batch are added, too.
         "disable_parameter_transpose_cache": True,
-        # Micro-batches differ in length, so stages tell each other their shapes.
+        # Micro-batches differ in length, so stages exchange shapes.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # With two stages both neighbors are the same rank; only unbatched messages keep their order then.
+        # With two stages both neighbors are the same rank. Only unbatched messages keep their order then.
         "batch_p2p_comm": False,
         "overlap_p2p_comm": parallel.vpp > 1,
-        # The loss is a share of the global batch already: Megatron must neither divide it by the number of
-        # micro-batches nor multiply it by the context parallel size, nor average gradients over ranks.
+        # The loss is a share of the global batch already: Megatron must not divide it by the number of
+        # micro-batches or multiply it by the context parallel size, or average gradients over ranks.
         "calculate_per_token_loss": True,
     }
     fused = request.spec.fused_kernels() if has_transformer_engine() else {"gradient_accumulation_fusion": False}
     for name, value in request.megatron.items():
         if name in settings and value != settings[name]:
             raise EngineError(
-                f"megatron.{name}={value} contradicts {settings[name]}, which the model's config.json or mrl decides",
+                f"megatron.{name}={value} contradicts {settings[name]}, set by the model's config.json or by mrl",
                 fix="remove this key",
             )
     return TransformerConfig(**settings | fused | request.megatron)
 
 
 class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no type information here
-    """A chunk of the model whose last stage returns hidden states [1, tokens, hidden] in place of logits."""
+    """A chunk of the model. Its last stage returns hidden states [1, tokens, hidden] instead of logits."""
 
     def __init__(self, request: ModelRequest, config: TransformerConfig, groups: ParallelGroups, chunk: int) -> None:
         vpp, spec = groups.parallel.vpp, request.spec
-        first, last = groups.is_first_stage and chunk == 0, groups.is_last_stage and chunk == vpp - 1
+        is_first, is_last = groups.is_first_stage and chunk == 0, groups.is_last_stage and chunk == vpp - 1
         arguments = spec.gpt_model_arguments()
         if request.head == "score":
             arguments["share_embeddings_and_output_weights"] = False
         number = chunk if vpp > 1 else None
         fused = config.gradient_accumulation_fusion
-        if (
-            has_transformer_engine()
-        ):  # its layers need no Apex; Megatron's output layer would, but never multiplies here
+        # Transformer Engine's layers need no Apex. Megatron's output layer would need it, but is never used here.
+        if has_transformer_engine():
             config.gradient_accumulation_fusion = False
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(config, number),
             vocab_size=padded_vocab(spec.vocab, groups.parallel.tp),
-            pre_process=first,
-            post_process=last,
+            pre_process=is_first,
+            post_process=is_last,
             parallel_output=True,
             vp_stage=number,
             **arguments,
         )
         config.gradient_accumulation_fusion = fused
         for layer in self.decoder.modules():
-            if hasattr(layer, "fuse_wgrad_accumulation"):  # those of Transformer Engine
+            if hasattr(layer, "fuse_wgrad_accumulation"):  # layers of Transformer Engine
                 layer.fuse_wgrad_accumulation = fused
         self.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies().to(groups.device)
         # Megatron makes a router's weights on the CPU and moves them in its first forward pass: too late for loading.
         self.to(groups.device)
         self.head, self.vocab = request.head, spec.vocab
         self.sequence_parallel = config.sequence_parallel
-        if last and request.head == "lm":
+        if is_last and request.head == "lm":
             self.output_layer.forward = _pass_through
-        elif last:
+        elif is_last:
             self.output_layer: Any = _PassThrough()
             self.score = _ScoreHead(spec.hidden, 1, bias=False, dtype=config.params_dtype, device=groups.device)
 
     def run(self, batch: MicroBatch) -> Tensor:
-        """Return the hidden states of the micro-batch; on the last stage of all its tokens [1, tokens, hidden]."""
+        """Return the hidden states of the micro-batch; on the last stage for all its tokens [1, tokens, hidden]."""
         hidden: Tensor = self(batch.tokens, None, None, packed_seq_params=batch.params)
         return hidden
 
     def head_input(self, hidden_1TH: Tensor, places: Tensor) -> Tensor:
-        """Return the hidden states at these places [places, hidden], as the head takes them.
+        """Return the hidden states at these places [places, hidden], as input of the head.
 
-        With the vocabulary split over tensor ranks each of them has a part of the gradient: it is added up here. A
-        score head is the same on every tensor rank, and so is its gradient.
+        With a vocabulary head split over tensor ranks, each rank has a part of the gradient, which is summed here. A
+        score head and its gradient are identical on all tensor ranks.
         """
         split_head = self.head == "lm"
         if self.sequence_parallel:
@@ -144,7 +143,7 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
         return hidden_1TH[0, places]
 
     def vocabulary_weight(self) -> Tensor:
-        """This tensor rank's rows of the output matrix, which may be the embedding."""
+        """Return this tensor rank's rows of the output matrix, which may be the embedding."""
         if self.share_embeddings_and_output_weights:
             weight: Tensor = self.shared_embedding_or_output_weight()
             return weight
@@ -153,7 +152,7 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
 
 
 class _ScoreHead(torch.nn.Linear):
-    """Multiplies in float32 whatever the weights are kept in: bfloat16 would round scores to ties."""
+    """Multiplies in float32 for any dtype of the weights: bfloat16 would round scores to ties."""
 
     def forward(self, hidden_SH: Tensor) -> Tensor:
         return torch.nn.functional.linear(hidden_SH.float(), self.weight.float())[:, 0]
@@ -169,5 +168,5 @@ class _PassThrough(torch.nn.Module):
 
 
 def build_chunks(request: ModelRequest, config: TransformerConfig, groups: ParallelGroups) -> list[TokenModel]:
-    """This rank's chunks, with weights yet to be loaded."""
+    """Build this rank's chunks. Their weights are loaded later."""
     return [TokenModel(request, config, groups, chunk) for chunk in range(groups.parallel.vpp)]

@@ -1,8 +1,8 @@
-"""What of a model is on the device: its parameters, gradients and optimizer state, each there or on the host.
+"""Movement of a model's parameters, gradients and optimizer state between device and host.
 
-Nothing is copied that is where it should be: gradients are dropped and come back as zeros, and weights that have not
-changed since they were last on the host only leave. The frozen reference model is a copy on the host that takes the
-place of the actor's weights for a while.
+Unnecessary copies are avoided: gradients are dropped and restored as zeros, and weights that have not changed since
+their last host copy are freed without a new copy. The frozen reference model is a host copy that temporarily replaces
+the actor's weights.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _C = ctypes.CDLL(None)
 
 @dataclass(frozen=True)
 class WeightCopy:
-    """A model's parameters on this rank, in one flat host buffer."""
+    """A rank's parameters of a model, in one flat host buffer."""
 
     host: Tensor
 
 
 class DeviceMemory:
-    """The parts of one rank's model, where they are, and the way between the two places."""
+    """The parts of one rank's model, their location, and the copies between device and host."""
 
     def __init__(self, models: Sequence[TokenModel], optimizer: Optimizer | None, device: torch.device) -> None:
         self.traffic = CopyStats()
@@ -59,9 +59,10 @@ class DeviceMemory:
         self._parts = {name: HostMirroredStorage(held, self.traffic, stream) for name, held in tensors.items()}
 
     def offload(self, *names: PartName) -> None:
-        """Free the device memory of those parts; what is on the host, or this model has not, stays as it is.
+        """Free the device memory of these parts. Parts that are on the host or that the model does not have are
+        skipped.
 
-        Other processes can have it afterwards, with all else that was freed before.
+        Other processes can use the memory afterwards, together with all memory that was freed before.
         """
         self._own_weights_only("offloaded")
         for name in names:
@@ -76,11 +77,11 @@ class DeviceMemory:
         self.give_back()
 
     def give_back(self) -> None:
-        """Let other processes have what this one has freed: who calls this has done its work for a while."""
+        """Release freed memory to other processes. Call this when the process pauses its work."""
         free_unused_memory(self._device)
 
     def onload(self, *names: PartName) -> None:
-        """Bring those parts back to the device. The program goes on at once; who needs a part waits for its copy."""
+        """Copy these parts back to the device. Copies are asynchronous: users of a part wait for its copy."""
         for name in names:
             part = self._parts.get(name)
             if part is None or part.on_device:
@@ -93,28 +94,30 @@ class DeviceMemory:
                 part.load_from_host(part.host)
 
     def check(self, *names: PartName) -> None:
-        """Refuse what cannot work with the parts where they are."""
+        """Raise an error if one of these parts is not on the device."""
         for name in names:
             if name not in self._parts:
                 raise EngineError(f"this engine is not trained: it has no {name}")
             if not self._parts[name].on_device:
-                raise EngineError(f"the model's {name} left the device", fix=f'call memory.onload("{name}") before')
+                raise EngineError(
+                    f"the model's {name} are not on the device", fix=f'call memory.onload("{name}") first'
+                )
             if name != "parameters":
                 self._own_weights_only("trained")
 
     def need(self, *names: PartName) -> None:
-        """The same, and have the device wait for parts that are on their way."""
+        """Check these parts, and make the device wait for their copies."""
         self.check(*names)
         for name in names:
             self._parts[name].wait()
 
     def changed(self) -> None:
-        """The weights and the optimizer state are not what they were: copies on the host are out of date."""
+        """Mark host copies as outdated, after weights and optimizer state have changed."""
         for part in self._parts.values():
             part.host_is_current = False
 
     def copy_weights(self) -> WeightCopy:
-        """Return the present weights, to be kept for `weights_of`."""
+        """Return a copy of the current weights for `weights_of`."""
         self.need("parameters")
         part = self._parts["parameters"]
         copy = WeightCopy(part.new_host_buffer())
@@ -123,14 +126,14 @@ class DeviceMemory:
 
     @contextmanager
     def weights_of(self, copy: WeightCopy) -> Iterator[None]:
-        """Other weights in place of this model's, for forward passes only; afterwards all is as it was before.
+        """Replace this model's weights for the block, for forward passes only; restore its own weights afterwards.
 
-        The copy is of this engine, or of one with the same model and layout that is trained as well.
+        The copy must come from this engine, or from a trained engine with the same model and layout.
         """
         self._own_weights_only("replaced")
         part = self._parts["parameters"]
         if copy.host.numel() != part.host_buffer_bytes:
-            raise EngineError(f"a copy of {copy.host.numel()} bytes is not of a model of this shape and layout")
+            raise EngineError(f"a copy of {copy.host.numel()} bytes does not fit a model of this shape and layout")
         was_on_device = part.on_device
         if was_on_device:
             part.save_to_host()
@@ -143,7 +146,7 @@ class DeviceMemory:
         finally:
             self._other_weights = False
             if was_on_device:
-                assert part.host is not None, "the weights were kept before others came"
+                assert part.host is not None, "the weights were saved before they were replaced"
                 part.load_from_host(part.host)
             else:
                 part.wait()
@@ -152,33 +155,33 @@ class DeviceMemory:
 
     @property
     def device_bytes(self) -> dict[PartName, int]:
-        """What each part occupies on the device now."""
+        """Current size of each part on the device."""
         self._look_at_optimizer()
         return {name: part.device_bytes for name, part in self._parts.items()}
 
     def _look_at_optimizer(self) -> None:
-        """The first step and loading a checkpoint make new tensors."""
+        """Update the list of tensors: the first step and loading a checkpoint create new ones."""
         part = self._parts.get("optimizer")
         if part is not None and part.on_device and self._optimizer is not None:
             part.hold(self._optimizer.state_tensors())
 
-    def _own_weights_only(self, what: str) -> None:
+    def _own_weights_only(self, action: str) -> None:
         if self._other_weights:
-            raise EngineError(f"another model's weights are in place: nothing can be {what} before they are gone")
+            raise EngineError(f"another model's weights are loaded: nothing can be {action} until they are removed")
 
 
 @dataclass
 class CopyStats:
-    """Bytes copied since the model was made."""
+    """Bytes copied since the model was created."""
 
     to_host_bytes: int = 0
     to_device_bytes: int = 0
 
 
 class HostMirroredStorage:
-    """Tensors with a storage each, and one flat host buffer (pinned where there is a GPU) for their contents.
+    """Tensors with one storage each, and one flat host buffer (pinned on machines with a GPU) for their contents.
 
-    Copies run on a stream beside the computation. What the device does after `wait` comes after them.
+    Copies run on a separate stream. Device work after `wait` runs after them.
     """
 
     def __init__(self, tensors: Sequence[Tensor], traffic: CopyStats, stream: torch.cuda.Stream | None) -> None:
@@ -191,7 +194,7 @@ class HostMirroredStorage:
         self.hold(tensors)
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
-        """From now on these are the tensors; they are on the device."""
+        """Replace the list of tensors. They must be on the device."""
         self._storages = [tensor.untyped_storage() for tensor in tensors]
         self._sizes = [storage.nbytes() for storage in self._storages]
 
@@ -201,11 +204,11 @@ class HostMirroredStorage:
 
     @property
     def host_buffer_bytes(self) -> int:
-        """Of a host buffer for all contents, each beginning at an aligned address."""
+        """Size of a host buffer for all contents, each aligned."""
         return sum(round_up(size, _ALIGNMENT_BYTES) for size in self._sizes)
 
     def save_to_host(self) -> None:
-        """Have the present contents on the host; nothing to do where they are."""
+        """Copy the current contents to the host, unless they are already there."""
         if not self.host_is_current:
             if self.host is None or self.host.numel() != self.host_buffer_bytes:
                 self.host = self.new_host_buffer()
@@ -218,7 +221,7 @@ class HostMirroredStorage:
         return pinned_memory(self.host_buffer_bytes)
 
     def copy_to(self, host: Tensor) -> None:
-        """Copy the contents to a host buffer; the device goes on with the storages only afterwards."""
+        """Copy the contents to a host buffer. Later device work on the storages waits for the copy."""
         self.traffic.to_host_bytes += sum(self._sizes)
         self._copy(self._slots(host), self._contents())
         self.wait()
@@ -232,21 +235,23 @@ class HostMirroredStorage:
             contents.zero_()
 
     def free(self) -> None:
-        """Give the device memory back to torch's allocator."""
+        """Return the device memory to torch's allocator."""
         if not all(storage.resizable() for storage in self._storages):
-            raise EngineError("memory that numpy has seen cannot leave the device", fix="give numpy a copy of a tensor")
+            raise EngineError(
+                "memory that numpy has seen cannot leave the device", fix="give numpy a copy of the tensor"
+            )
         for storage in self._storages:
             storage.resize_(0)
         self.on_device = False
 
     def allocate(self) -> None:
-        """Take device memory again, with arbitrary contents."""
+        """Allocate device memory again, with arbitrary contents."""
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
         self.on_device = True
 
     def wait(self) -> None:
-        """Have the device wait for the last copy; the program goes on."""
+        """Make the device wait for the last copy, without blocking the program."""
         if self._arrived is not None:
             torch.cuda.current_stream().wait_event(self._arrived)
 
@@ -262,7 +267,7 @@ class HostMirroredStorage:
         self._arrived = self._stream.record_event()
 
     def _contents(self) -> list[Tensor]:
-        return [torch.empty(0, dtype=torch.uint8, device=at.device).set_(at) for at in self._storages]
+        return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in self._storages]
 
     def _slots(self, host: Tensor) -> list[Tensor]:
         slots = torch.split(host, [round_up(size, _ALIGNMENT_BYTES) for size in self._sizes])
@@ -270,23 +275,23 @@ class HostMirroredStorage:
 
 
 def _flatten(models: Sequence[TokenModel]) -> list[Tensor]:
-    """Return one buffer for each dtype, with all parameters as views of it; a trained model has this from Megatron."""
+    """Return one buffer per dtype, and make all parameters views of it. Megatron does this for trained models."""
     buffers = []
     parameters = [parameter for model in models for parameter in model.parameters()]
     for dtype in {parameter.dtype for parameter in parameters}:
-        same = [parameter for parameter in parameters if parameter.dtype == dtype]
-        flat = torch.cat([parameter.data.flatten() for parameter in same])
-        views = torch.split(flat, [parameter.numel() for parameter in same])
-        for parameter, view in zip(same, views, strict=True):
+        of_dtype = [parameter for parameter in parameters if parameter.dtype == dtype]
+        flat = torch.cat([parameter.data.flatten() for parameter in of_dtype])
+        views = torch.split(flat, [parameter.numel() for parameter in of_dtype])
+        for parameter, view in zip(of_dtype, views, strict=True):
             parameter.data = view.view_as(parameter)
         buffers.append(flat)
     return buffers
 
 
 def pinned_memory(num_bytes: int) -> Tensor:
-    """Return host memory that a GPU copies to and from by itself, of this size: torch rounds up to a power of two.
+    """Return pinned host memory of exactly this size: torch rounds up to a power of two.
 
-    Whole pages are pinned, so that no two buffers pin the same one; they are let go of with the buffer.
+    Whole pages are pinned, so that no two buffers pin the same page. They are unpinned when the buffer is freed.
     """
     pages = round_up(num_bytes, mmap.PAGESIZE)
     memory = np.empty(pages + mmap.PAGESIZE, dtype=np.uint8)
@@ -297,22 +302,22 @@ def pinned_memory(num_bytes: int) -> Tensor:
         if (code := int(runtime.cudaHostRegister(address, pages, 0))) != 0:
             raise EngineError(
                 f"CUDA cannot pin {num_bytes:,} bytes of host memory (cudaHostRegister: error {code})",
-                fix="give processes more locked memory (ulimit -l unlimited), or set sync.offload=false",
+                fix="raise the limit of locked memory (ulimit -l unlimited), or set sync.offload=false",
             )
         weakref.finalize(memory, runtime.cudaHostUnregister, address)
     return torch.from_numpy(memory)[offset : offset + num_bytes]
 
 
 def free_unused_memory(device: torch.device) -> None:
-    """Have torch's allocator, or on a CPU glibc's, keep nothing; what is wanted again is taken anew.
+    """Empty the cache of torch's allocator or, on a CPU, glibc's.
 
-    Both keep what was freed for the process itself, and an engine is another process. On a GPU, work under way on any
-    stream ends first, and buffers that an engine has let go of only since the last look count as freed.
+    Both cache freed memory for their own process, but engines are separate processes. On a GPU this first waits for
+    work on all streams, and also frees buffers that an engine has released since the last call.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch._C._cuda_clearCublasWorkspaces()  # 75 MB, which keep a segment of 0.6 GB from the other processes
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-    elif trim := getattr(_C, "malloc_trim", None):  # other C libraries have none, and keep little
+    elif trim := getattr(_C, "malloc_trim", None):  # other C libraries have no such function, and cache little
         trim(0)

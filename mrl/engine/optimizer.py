@@ -1,8 +1,8 @@
-"""Gradients to a step: Megatron's data parallelism, its distributed optimizer and schedule, and the refusal of what is
-not a number.
+"""Optimizer step: Megatron's data parallelism, distributed optimizer and schedule, with a check for non-finite
+gradients.
 
-Megatron in bf16 applies non-finite gradients. Here such a step is skipped on all ranks, counted, and after three in a
-row the run stops with the names of the tensors.
+Megatron in bf16 applies non-finite gradients. Here all ranks skip and count such a step. After three in a row the run
+stops with the names of the tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_CONSECUTIVE_SKIPPED_UPDATES = 3
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One optimizer step: what the gradients were, and whether they were applied."""
+    """Result of one optimizer step: the gradient norm, and whether the gradients were applied."""
 
     grad_norm: float
     learning_rate: float
@@ -38,7 +38,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class OwnedState:
-    """A data-parallel rank's run of a parameter's elements: where it starts, its weights ("param") and its moments."""
+    """The range of a parameter's elements that a data-parallel rank owns: start, weights ("param") and moments."""
 
     start: int
     state: dict[str, Tensor]
@@ -73,14 +73,14 @@ class Optimizer:
         )
         if self.config.lr is None:
             raise EngineError("the optimizer has no learning rate", fix="set optimizer.lr")
-        # Megatron's schedule takes this from the optimizer's groups, where null is not "none given".
+        # Megatron's schedule reads this from the optimizer's groups, where None is not a default.
         self.config.min_lr = self.config.lr * settings.schedule.min_lr_ratio
         self.optimizer = get_megatron_optimizer(self.config, self.chunks, use_gloo_process_groups=False)
         self.schedule = _schedule(self.optimizer, self.config, settings.schedule)
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
         chunks[0].config.finalize_model_grads_func = _finalize_gradients
-        # Without it gradients go out after as many micro-batches as the first step had, though others still follow.
+        # Without it, gradients are sent after as many micro-batches as the first step had, even if more follow.
         no_sync = [chunk.no_sync for chunk in self.chunks]
         chunks[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self._gathers_late = ddp_config.overlap_param_gather
@@ -92,7 +92,7 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """What the next step uses."""
+        """Learning rate of the next step."""
         return max((float(group["lr"]) for group in self.optimizer.param_groups), default=0.0)
 
     def zero_grad(self) -> None:
@@ -102,7 +102,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> StepOutcome:
-        """Apply the gradients and advance the schedule, or skip both where a gradient is not finite."""
+        """Apply the gradients and advance the schedule, or skip both if a gradient is not finite."""
         learning_rate = self.learning_rate
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -114,12 +114,12 @@ class Optimizer:
             if self.config.clip_grad > 0 and (parameters := part.get_parameters()):
                 clip_grad_by_total_norm_fp32(parameters, self.config.clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
-        if self._gathers_late:  # Megatron would gather in the next forward pass; weights may be sent or saved before
+        if self._gathers_late:  # before weights are sent or saved; Megatron gathers in the next forward pass
             self._gather_parameters()
         self.schedule.step(1)
         return StepOutcome(grad_norm, learning_rate, applied=True)
 
-    # --- what there is beside a step: for offload and checkpoints ---------------------------------------------------
+    # --- state for offload and checkpoints -------------------------------------------------------------------------
 
     @property
     def buffers(self) -> list[Any]:
@@ -127,7 +127,7 @@ class Optimizer:
         return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def state_tensors(self) -> list[Tensor]:
-        """All tensors that only the optimizer holds: float32 weights where the model's own are not, and moments."""
+        """Return the tensors that only the optimizer holds: moments, and float32 weights of 16-bit parameters."""
         weights = [
             tensor
             for part in self._parts
@@ -136,30 +136,30 @@ class Optimizer:
             if tensor is not None
         ]
         states = [state for part in self._parts for state in part.optimizer.state.values()]
-        return weights + [tensor for state in states for tensor in state.values() if _is_of_elements(tensor)]
+        return weights + [tensor for state in states for tensor in state.values() if _is_elementwise(tensor)]
 
     @property
     def num_steps(self) -> int:
         return int(self.schedule.num_steps)
 
     def owned(self, parameter: Tensor) -> OwnedState | None:
-        """Return what this rank owns of one of the model's parameters; moments come into being with the first step."""
+        """Return the part of a model parameter that this rank owns. Moments exist after the first step."""
         for part in self._parts:
             if parameter in part.model_param_gbuf_map:
                 tensors = part._get_main_param_and_optimizer_states(parameter)
                 start = part._get_model_param_range_map(parameter)["param"].start
-                return OwnedState(start, {name: x for name, x in tensors.items() if _is_of_elements(x)})
+                return OwnedState(start, {name: x for name, x in tensors.items() if _is_elementwise(x)})
         return None
 
     @torch.no_grad()
     def set_owned(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Put back what `owned` gave."""
+        """Restore a state returned by `owned`."""
         (part,) = (part for part in self._parts if parameter in part.model_param_gbuf_map)
         present = part._get_main_param_and_optimizer_states(parameter)
         part._set_main_param_and_optimizer_states(parameter, present | state)
 
     def begin_at(self, num_steps: int) -> None:
-        """Make room for the moments of a run that has applied so many steps, and set the schedule to that point."""
+        """Allocate the moments of a run that has applied this many steps, and set the schedule accordingly."""
         for part in self._parts:
             if num_steps == 0:
                 part.optimizer.state.clear()
@@ -167,20 +167,20 @@ class Optimizer:
             groups = part.optimizer.state_dict()["param_groups"]
             part.load_state_dict({"optimizer": {"param_groups": [group | {"step": num_steps} for group in groups]}})
             for state in part.optimizer.state.values():
-                if "step" in state:  # Megatron has given all of torch's Adam one and the same counter
+                if "step" in state:  # in Megatron, all states of torch's Adam share one counter
                     state["step"] = state["step"].clone()
         self.schedule.num_steps = 0
         self.schedule.step(num_steps)
 
     @torch.no_grad()
     def weights_from_owned(self) -> None:
-        """The model's parameters from the float32 weights that the ranks own, as after a step."""
+        """Compute the model's parameters from the float32 weights that the ranks own, as after a step."""
         for part in self._parts:
             part._copy_main_params_to_model_params()
         self._gather_parameters()
 
     def _gather_parameters(self) -> None:
-        """Give every rank all of the model's parameters, which each has updated a part of."""
+        """Gather the parts of the parameters that each rank has updated on all ranks."""
         for chunk in self.chunks:
             chunk.start_param_sync(force_sync=True)
 
@@ -188,30 +188,30 @@ class Optimizer:
         self.num_skipped += 1
         self.num_skipped_in_a_row += 1
         if self.num_skipped_in_a_row >= MAX_CONSECUTIVE_SKIPPED_UPDATES:
-            here = [
+            names = [
                 name
                 for chunk in self.chunks
                 for name, parameter in chunk.module.named_parameters()
                 if not bool(parameter.main_grad.isfinite().all())
             ]
             raise EngineError(
-                f"{self.num_skipped_in_a_row} updates in a row had no finite gradient norm, the last {grad_norm}; "
-                f"on this rank {len(here)} gradients are not finite: {', '.join(here[:8]) or 'none'}",
-                fix="look at the loss and its inputs; a smaller learning rate or a tighter clip_grad may help",
+                f"{self.num_skipped_in_a_row} updates in a row had no finite gradient norm (the last: {grad_norm}); "
+                f"on this rank {len(names)} gradients are not finite: {', '.join(names[:8]) or 'none'}",
+                fix="check the loss and its inputs; a smaller learning rate or a smaller clip_grad may help",
             )
 
 
-def _is_of_elements(tensor: Any) -> bool:
+def _is_elementwise(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.ndim > 0  # torch's Adam counts its steps in a tensor without axes
 
 
 def _finalize_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Megatron's sums over ranks, without its division by the number of tokens: the loss has had its own."""
+    """Run Megatron's sums over ranks without its division by the number of tokens: the loss is already normalized."""
     finalize_model_grads(chunks, None, **options)
 
 
 def _schedule(optimizer: Any, config: OptimizerConfig, schedule: ScheduleConfig) -> OptimizerParamScheduler:
-    # Megatron asks for a number of decay steps always; a constant rate never looks at it.
+    # Megatron always requires a number of decay steps; a constant rate does not use it.
     decay_steps = schedule.decay_steps or schedule.warmup_steps + 1
     return OptimizerParamScheduler(
         optimizer,

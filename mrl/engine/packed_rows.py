@@ -1,9 +1,8 @@
-"""Rows of tokens as one packed micro-batch: what Megatron's layers need to know about it, on this context rank.
+"""Rows of tokens packed into one micro-batch, with the data that Megatron's layers need on this context rank.
 
-Rows stand one after another without padding between them, except that context parallelism cuts each row into two
-pieces per rank, which makes its length a multiple of 2 x cp, and that the whole must divide among the tensor ranks
-when they split the sequence. What is added for that stands at the end of a row or in a row of its own, is masked by
-causality, and is never read.
+Rows follow one another without padding, with two exceptions. Context parallelism cuts each row into two pieces per
+rank, which makes its length a multiple of 2 x cp. And the total length must be divisible among the tensor ranks if they
+split the sequence. The padding is at the end of a row or in a separate row; causality masks it, and it is never read.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ Lengths = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Whole sequences: their tokens one after another, and columns with one value per *response* token.
+    """Whole sequences: their concatenated tokens, and columns with one value per *response* token.
 
-    The response of a row is its last `response_lengths` tokens; at least one token stands before it. What is scored
-    is the place before each of them, which predicts it; or its own, where the token is to be judged in its turn.
+    The response of a row is its last `response_lengths` tokens, after at least one other token. Each response token is
+    scored at the place before it, which predicts it; or at its own place if `before` is false.
     """
 
     tokens: Tensor
@@ -42,13 +41,13 @@ class TokenRows:
     def __post_init__(self) -> None:
         if int(self.lengths.sum()) != self.tokens.numel() or len(self.lengths) != len(self.response_lengths):
             raise BatchError(
-                f"{len(self.lengths)} rows of {int(self.lengths.sum())} tokens together meet {self.tokens.numel()} "
-                f"tokens and {len(self.response_lengths)} response lengths"
+                f"{len(self.lengths)} rows have {int(self.lengths.sum())} tokens by their lengths, but there are "
+                f"{self.tokens.numel()} tokens and {len(self.response_lengths)} response lengths"
             )
         for row in np.flatnonzero((self.response_lengths < 0) | (self.response_lengths >= self.lengths))[:1].tolist():
             raise BatchError(
-                f"row {row} has {self.response_lengths[row]} response tokens among {self.lengths[row]}",
-                fix="a response may be empty, and at least one token stands before it",
+                f"row {row} has {self.response_lengths[row]} response tokens, but {self.lengths[row]} tokens in total",
+                fix="a response may be empty, but at least one token must come before it",
             )
         for name, column in self.columns.items():
             if len(column) != self.response_lengths.sum():
@@ -70,7 +69,7 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class SequenceSharding:
-    """How ranks share a packed sequence: context size and rank, and into how many parts tensor ranks split it."""
+    """Partition of a packed sequence: context size and rank, and the number of parts for tensor ranks."""
 
     cp: int = 1
     cp_rank: int = 0
@@ -78,18 +77,18 @@ class SequenceSharding:
 
     @property
     def row_multiple(self) -> int:
-        """What a row's stored length is a multiple of."""
+        """Number that divides the stored length of each row."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def pack_multiple(self) -> int:
-        """What the stored length of a micro-batch is a multiple of."""
+        """Number that divides the stored length of a micro-batch."""
         return math.lcm(self.row_multiple, self.cp * self.sequence_parts)
 
 
 @dataclass
 class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron's class has no type information here
-    """Megatron's description of a packed micro-batch, and ours for the own core attention."""
+    """Megatron's description of a packed micro-batch, with the segments for mrl's own core attention."""
 
     segments: Segments | None = None
 
@@ -98,9 +97,9 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron's class h
 class MicroBatch:
     """One micro-batch as a rank sees it.
 
-    `tokens` are this context rank's, as Megatron's embedding takes them. `score_at` are the places among them whose
-    hidden state is scored for a response token, `labels` those tokens, `score_to` their places among all response
-    tokens.
+    `tokens` are those of this context rank, the input of Megatron's embedding. `score_at` are the places among them
+    whose hidden states are scored for a response token, `labels` these response tokens, and `score_to` their places
+    among all response tokens.
     """
 
     rows: TokenRows
@@ -112,7 +111,7 @@ class MicroBatch:
 
     @property
     def num_scores(self) -> int:
-        """Response tokens of the whole micro-batch, on all context ranks."""
+        """Number of response tokens in the whole micro-batch, on all context ranks."""
         return int(self.rows.response_lengths.sum())
 
 
@@ -120,9 +119,9 @@ def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroB
     # Rows of 5 and 3 tokens, abcde and fgh, whose responses are their last 2 and 1, on rank 1 of two context ranks:
     #   stored    8 4                        multiples of 2 x cp
     #   tokens    a b c d e . . . f g h .    of all ranks together, at places 0 to 11
-    #   here      2 3 4 5 9 10               the second and the third quarter of each row are this rank's: c d e . g h
+    #   here      2 3 4 5 9 10               this rank has the second and third quarter of each row: c d e . g h
     #   answers   3 4 10                     places of the response tokens d e h
-    #   score_at  0 1 4                      what stands before each, c d g, by its place among this rank's
+    #   score_at  0 1 4                      the token before each (c, d, g), by its place on this rank
     stored = round_up(rows.lengths, cut.row_multiple)
     missing = -int(stored.sum()) % cut.pack_multiple
     if missing or not len(stored):  # a micro-batch without rows still goes through the pipeline
@@ -130,12 +129,12 @@ def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroB
     starts = np.cumsum(stored) - stored
     tokens = torch.zeros(int(stored.sum()), dtype=torch.int64)
     tokens[_places(starts[: len(rows.lengths)], rows.lengths)] = rows.tokens.to("cpu", torch.int64)
-    here = _local_places(stored, starts, cut)
+    local_places = _local_places(stored, starts, cut)
     answers = _places(starts[: len(rows.lengths)] + rows.lengths - rows.response_lengths, rows.response_lengths)
     position = np.full(int(stored.sum()), -1)
-    position[here] = np.arange(len(here))
+    position[local_places] = np.arange(len(local_places))
     score_at = position[answers - rows.before]
-    mine = np.flatnonzero(score_at >= 0)
+    local = np.flatnonzero(score_at >= 0)
     ends = torch.from_numpy(np.append(0, np.cumsum(stored)).astype(np.int32)).to(device)
     longest = int(stored.max())
     params = PackedParams(
@@ -148,11 +147,11 @@ def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroB
     )
     return MicroBatch(
         rows=rows,
-        tokens=tokens[here].to(device)[None],
+        tokens=tokens[local_places].to(device)[None],
         params=params,
-        score_at=torch.from_numpy(score_at[mine]).to(device),
-        score_to=torch.from_numpy(mine).to(device),
-        labels=tokens[answers[mine]].to(device),
+        score_at=torch.from_numpy(score_at[local]).to(device),
+        score_to=torch.from_numpy(local).to(device),
+        labels=tokens[answers[local]].to(device),
     )
 
 
@@ -169,7 +168,7 @@ def _pick(lengths: Lengths, rows: Lengths) -> Tensor:
 
 
 def _local_places(stored: Lengths, starts: Lengths, cut: SequenceSharding) -> Lengths:
-    """Where this context rank's tokens stand: of every row the piece of its rank, and its mirror image from the end."""
+    """Return the places of this context rank's tokens: from each row, the rank's piece and its mirror image."""
     if cut.cp == 1:
         return np.arange(int(stored.sum()))
     piece = stored // (2 * cut.cp)
@@ -178,7 +177,7 @@ def _local_places(stored: Lengths, starts: Lengths, cut: SequenceSharding) -> Le
 
 
 def concat(parts: Sequence[Tensor], rows: Sequence[npt.ArrayLike], lengths: Lengths) -> Tensor:
-    """Values of micro-batches that hold these rows, put back into the order of all rows."""
+    """Return the values of micro-batches with these rows, in the order of all rows."""
     order = np.concatenate([np.asarray(part, dtype=np.int64) for part in rows])
     values = torch.cat(list(parts))
     inverse = np.argsort(order, kind="stable")

@@ -1,4 +1,4 @@
-"""Megatron's process groups of this process, from the sizes in the configuration."""
+"""Megatron's process groups for this process, from the configured sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.errors import EngineError
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's place in the layout, and the groups that the engine itself talks to."""
+    """This rank's place in the layout, and the groups that the engine uses directly."""
 
     parallel: ParallelConfig
     at: Coordinates
@@ -36,33 +36,33 @@ class ParallelGroups:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank sees hidden states at the end."""
+        """Whether this rank gets the final hidden states."""
         return self.at.pp == self.parallel.pp - 1
 
     @property
     def sequence_sharding(self) -> SequenceSharding:
-        """How this rank shares packed sequences with others."""
+        """This rank's part of packed sequences."""
         return SequenceSharding(
             self.parallel.cp, self.at.cp, self.parallel.tp if self.parallel.sequence_parallel else 1
         )
 
 
 def take_device(local_rank: int) -> str:
-    """Make a rank's device the current one of its process; the backend of torch.distributed that goes with it."""
+    """Make a rank's device current in its process. Return the matching backend of torch.distributed."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # where each rank sees one alone, it is that one
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())  # 0 if each rank sees only one device
         return "nccl"
-    torch.set_num_threads(1)  # a rank is a CPU slot
+    torch.set_num_threads(1)  # a rank has one CPU slot
     return "gloo"
 
 
 @contextmanager
 def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGroups]:
-    """Megatron's groups for the time of the block. torch.distributed must be initialized, and no groups may stand."""
+    """Create Megatron's groups for the block. torch.distributed must be initialized, without Megatron groups."""
     if not torch.distributed.is_initialized():
         raise EngineError("torch.distributed is not initialized", fix="call init_process_group first")
     if parallel_state.model_parallel_is_initialized():
-        raise EngineError("this process already holds Megatron groups: one model layout per process")
+        raise EngineError("this process already has Megatron groups: only one model layout per process is possible")
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         cpu_shim.install()
@@ -75,7 +75,7 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGrou
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        create_gloo_process_groups=False,  # Megatron's own checkpoints alone read them
+        create_gloo_process_groups=False,  # only Megatron's own checkpoints use them
     )
     try:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -91,6 +91,6 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGrou
         )
     finally:
         parallel_state.destroy_model_parallel()
-        # Megatron only forgets its groups; each of them has threads that poll for ever.
+        # Megatron only drops its references; each group has threads that would poll forever.
         for group in set(distributed_c10d._world.pg_map) - groups_before:
             torch.distributed.destroy_process_group(group)

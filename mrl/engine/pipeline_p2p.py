@@ -1,9 +1,9 @@
-"""How pipeline stages tell each other shapes, where Megatron's own way would mix up messages.
+"""Exchange of shapes between pipeline stages, for a case in which Megatron's own way mixes up messages.
 
 With two stages and several chunks per stage, the previous and the next stage are the same rank. Megatron sends the
-shapes of both directions in one batch, whose messages are matched by their order alone, and the orders of the two ranks
-differ. Here shapes go the way that Megatron sends the tensors themselves when it does not batch them: ranks
-alternate who sends first, and each direction has its own group.
+shapes of both directions in one batch. Its messages are matched only by their order, and the two ranks use different
+orders. Here shapes are sent like unbatched tensors in Megatron: ranks alternate who sends first, and each direction has
+its own group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_AXES = 3  # a pipeline message is [tokens, batch, hidden]
 
 
 class OrderedP2PCommunicator(P2PCommunicator):  # type: ignore[misc]  # Megatron's class has no type information here
-    """Megatron's communicator with the shapes of both directions kept apart."""
+    """Megatron's communicator, with separate messages for the shapes of the two directions."""
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -52,7 +52,7 @@ class OrderedP2PCommunicator(P2PCommunicator):  # type: ignore[misc]  # Megatron
 
 
 def pipeline_arguments(config: TransformerConfig, groups: ParallelGroups) -> dict[str, Any]:
-    """Return what the interleaved schedule over two stages is called with; the others know by themselves."""
+    """Return extra arguments for the interleaved schedule over two stages; other schedules need none."""
     if groups.parallel.pp != 2 or groups.parallel.vpp == 1:
         return {}
     collection = ProcessGroupCollection()

@@ -1,4 +1,4 @@
-"""From hidden states to what a model says at each response token: log-probs, entropy, its own choice, or values."""
+"""Scores at each response token, from hidden states: log-probs, entropy, greedy tokens, or values."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from mrl.engine.vocab_head import EntropyUse, HeadOptions, greedy_tokens, token_
 
 @dataclass(frozen=True)
 class DivergenceRequest:
-    """A divergence from what a teacher said of these rows, in their columns: its likeliest tokens, or hidden states."""
+    """A divergence from a teacher, whose likeliest tokens or hidden states are in the columns of the rows."""
 
     beta: float
     teacher_VH: Tensor | None = None
-    """For hidden states, the rows of the teacher's output matrix for the columns that this rank has."""
+    """For hidden states: the rows of the teacher's output matrix for this rank's columns."""
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """How log-probs are to be taken. The temperature is the one that the tokens were sampled at."""
+    """Which scores to compute. The temperature is the one used for sampling."""
 
     temperature: float = 1.0
     entropy: EntropyUse = "none"
     greedy: bool = False
-    """In place of log-probs: which token would have been the likeliest."""
+    """Compute the likeliest tokens instead of log-probs."""
     vocab: int | None = None
-    """How many tokens of the model's there are for the one who asks; None takes all."""
+    """Number of the model's tokens that count; None for all."""
     top_k: int = 0
-    """Of how many of the likeliest tokens the log-probs are wanted too."""
+    """Number of likeliest tokens whose log-probs to return as well."""
     hidden: bool = False
-    """Whether hidden states are wanted too."""
+    """Whether to return hidden states as well."""
     divergence: DivergenceRequest | None = None
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What the model says of each response token of a micro-batch, in row order, the same on every context rank.
+    """Scores of each response token of a micro-batch, in row order, identical on all context ranks.
 
-    A policy gives log-probs, and the entropy where it was asked for, or the likeliest tokens; a value model values.
+    A policy returns log-probs (and entropy if requested) or greedy tokens; a value model returns values.
     """
 
     log_probs_T: Tensor | None = None
@@ -56,16 +56,16 @@ class Scores:
     greedy_T: Tensor | None = None
     top_ids_TK: Tensor | None = None
     top_log_probs_TK: Tensor | None = None
-    """Of the likeliest tokens, and in the last column of all others together."""
+    """Log-probs of the likeliest tokens and, in the last column, of all other tokens together."""
     hidden_TH: Tensor | None = None
     divergence_T: Tensor | None = None
     teacher_mass_T: Tensor | None = None
-    """The probability of the teacher's likeliest tokens."""
+    """Probability of the teacher's likeliest tokens."""
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """A micro-batch for a loss function: the model's scores, and the columns of its rows."""
+    """Input of a loss function: the model's scores of a micro-batch, and the columns of its rows."""
 
     scores: Scores
     response_lengths: npt.NDArray[np.int64]
@@ -74,8 +74,10 @@ class LossInput:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """This micro-batch's share of the loss of the whole update, and of what to report: all are added up, nothing is
-    divided afterwards."""
+    """This micro-batch's share of the update's loss and metrics.
+
+    Shares are summed over all micro-batches, without division.
+    """
 
     loss: Tensor
     reports: Mapping[str, Tensor]
@@ -85,7 +87,7 @@ LossFunction = Callable[[LossInput], LossOutput]
 
 
 def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: ScoreRequest) -> Scores:
-    """Return the scores of a micro-batch's response tokens, whole on every context rank."""
+    """Return the scores of a micro-batch's response tokens, complete on every context rank."""
     hidden_SH = model.head_input(hidden_1TH, batch.score_at)
     if model.head == "score":
         values_T = _gather_context_parallel(model.score(hidden_SH), batch, model)
@@ -102,21 +104,21 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
         tokens_S = greedy_tokens(hidden_SH, model.vocabulary_weight(), options)
         return Scores(greedy_T=_gather_context_parallel(tokens_S, batch, model))
     log_probs_S, entropy_S = token_log_probs(hidden_SH, model.vocabulary_weight(), batch.labels, options)
-    found = {"log_probs_T": log_probs_S, "entropy_T": entropy_S, "hidden_TH": hidden_SH if request.hidden else None}
+    parts = {"log_probs_T": log_probs_S, "entropy_T": entropy_S, "hidden_TH": hidden_SH if request.hidden else None}
     if request.top_k:
         top = likeliest_tokens(hidden_SH, model.vocabulary_weight(), request.top_k, options)
-        found["top_ids_TK"] = top.ids_TK
-        found["top_log_probs_TK"] = torch.cat([top.log_probs_TK, top.rest_T.unsqueeze(1)], 1)
+        parts["top_ids_TK"] = top.ids_TK
+        parts["top_log_probs_TK"] = torch.cat([top.log_probs_TK, top.rest_T.unsqueeze(1)], 1)
     if request.divergence is not None:
-        teacher, beta = _teacher_said(request.divergence, batch), request.divergence.beta
-        apart_S, mass_S = token_divergence(hidden_SH, model.vocabulary_weight(), teacher, beta, options)
-        found |= {"divergence_T": apart_S, "teacher_mass_T": mass_S}
-    named = {name: _gather_context_parallel(mine, batch, model) for name, mine in found.items() if mine is not None}
+        teacher, beta = _teacher_scores(request.divergence, batch), request.divergence.beta
+        divergence_S, mass_S = token_divergence(hidden_SH, model.vocabulary_weight(), teacher, beta, options)
+        parts |= {"divergence_T": divergence_S, "teacher_mass_T": mass_S}
+    named = {name: _gather_context_parallel(local, batch, model) for name, local in parts.items() if local is not None}
     return Scores(**named)
 
 
-def _teacher_said(request: DivergenceRequest, batch: MicroBatch) -> LikeliestTokens | TeacherHead:
-    """Return what the teacher said of the places that this context rank scores."""
+def _teacher_scores(request: DivergenceRequest, batch: MicroBatch) -> LikeliestTokens | TeacherHead:
+    """Return the teacher's scores for the places that this context rank scores."""
 
     def here(name: str) -> Tensor:
         return batch.rows.columns[name].to(batch.score_to.device)[batch.score_to]
@@ -127,18 +129,18 @@ def _teacher_said(request: DivergenceRequest, batch: MicroBatch) -> LikeliestTok
     return LikeliestTokens(here("teacher_top_ids"), log_probs[:, :-1], log_probs[:, -1])
 
 
-def _gather_context_parallel(mine: Tensor, batch: MicroBatch, model: TokenModel) -> Tensor:
-    """Return all context ranks' values in row order. Each token is scored by one rank."""
+def _gather_context_parallel(local: Tensor, batch: MicroBatch, model: TokenModel) -> Tensor:
+    """Return the values of all context ranks in row order. Each token is scored by one rank."""
     context = model.pg_collection.cp
     if context.size() == 1:
-        return mine
-    whole = mine.new_zeros(batch.num_scores, *mine.shape[1:]).index_copy(0, batch.score_to, mine)
+        return local
+    whole = local.new_zeros(batch.num_scores, *local.shape[1:]).index_copy(0, batch.score_to, local)
     added: Tensor = _AllReduceSum.apply(whole, context)  # type: ignore[no-untyped-call]
     return added
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """The sum over context ranks. Each has the same loss, so the gradient of a rank's own part is the loss's own."""
+    """Sum over context ranks. All have the same loss, so the gradient of a rank's own part equals that of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:

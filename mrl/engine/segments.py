@@ -1,4 +1,4 @@
-"""Which queries of a packed micro-batch see which keys, as index tensors made once and used by every layer."""
+"""Which queries of a packed micro-batch see which keys, as index tensors shared by all layers."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import torch
 from torch import Tensor
 
 Lengths = npt.NDArray[np.int64]
-_WASTE = 1.25  # a block may compute this many times what its segments need
+_WASTE = 1.25  # largest ratio of a block's work to the work that its segments need
 
 
 @dataclass(frozen=True)
 class Block:
-    """Segments of similar length side by side, for one call of a dense attention kernel.
+    """Segments of similar length, for one call of a dense attention kernel.
 
-    A place that no token has is filled with token 0 and its result is dropped: causality hides it from all others.
+    Unused places contain token 0, and their results are dropped: causality hides them from all other places.
     """
 
     query_BS: Tensor
     key_BS: Tensor
-    mask_BSS: Tensor | None  # None where plain causality is the mask
-    kept: Tensor  # places of the real queries among the block's
+    mask_BSS: Tensor | None  # None if plain causality is the mask
+    kept: Tensor  # places of the real queries in the block
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Every run of consecutive queries of one row on this context rank.
+    """All runs of consecutive queries of one row on this context rank.
 
-    Without context parallelism a row is one segment. With it a row gives two, whose keys are all the row's tokens up to
-    the segment's end; keys are those of the whole micro-batch in row order, `key_order` says how to get
-    there from the context ranks' pieces one after another.
+    Without context parallelism a row is one segment. With it a row gives two, whose keys are all tokens of the row up
+    to the segment's end. Keys are those of the whole micro-batch in row order; `key_order` maps them from the
+    concatenated pieces of the context ranks.
     """
 
     query_starts: Lengths
@@ -58,9 +58,9 @@ class Segments:
         )
 
     def blocks(self, reach: int | None) -> tuple[list[Block], Tensor]:
-        """Dense blocks, and the places of this rank's queries among their kept results.
+        """Return dense blocks, and the places of this rank's queries among the blocks' kept results.
 
-        With a sliding window a query sees `reach` tokens before itself. All layers ask for the same blocks.
+        With a sliding window a query sees `reach` tokens before itself. All layers use the same blocks.
         """
         if reach not in self._made:
             blocks = [self._block(rows, reach) for rows in self._groups()]
@@ -86,10 +86,10 @@ class Segments:
         return groups
 
     def _block(self, rows: Lengths, reach: int | None) -> Block:
-        # Segments of 2 queries with 4 keys and of 1 query with 3, each beginning where the one before ends:
-        #   query_BS  0 1      key_BS  0 1 2 3     kept  0 1 2 (the fourth place is filled, not real)
+        # Segments of 2 queries with 4 keys and of 1 query with 3 keys, stored one after the other:
+        #   query_BS  0 1      key_BS  0 1 2 3     kept  0 1 2 (the fourth place is unused)
         #             2 0              4 5 6 0
-        #   The queries of the first see keys up to 2 and 3 of its row; that of the second, which comes last, all three.
+        #   The queries of the first see keys up to 2 and 3 of its row; the last query, of the second, sees all three.
         queries, keys = self.query_lengths[rows], self.key_lengths[rows]
         query_at, key_at = np.arange(queries.max()), np.arange(keys.max())
         real_BS = query_at < queries[:, None]
@@ -98,7 +98,7 @@ class Segments:
         mask = None
         is_seen_whole = reach is None or keys.max() <= reach + 1
         if not (is_seen_whole and np.array_equal(queries, keys)):
-            # A segment is the end of its keys: its query i sees them up to its own place.
+            # The queries are the last of the segment's keys: query i sees the keys up to its own place.
             last = ((keys - queries)[:, None] + query_at)[:, :, None]
             seen = key_at <= last
             if reach is not None:
@@ -111,7 +111,7 @@ class Segments:
 
 
 def _row_order(stored: Lengths, piece: Lengths, cp: int) -> Lengths:
-    """For every token in row order its place among the ranks' tokens, one rank after another."""
+    """Return, for every token in row order, its place among the concatenated tokens of the ranks."""
     local_total, local_starts = int(stored.sum()) // cp, (np.cumsum(stored) - stored) // cp
     places = []
     for length, size, start in zip(stored.tolist(), piece.tolist(), local_starts.tolist(), strict=True):

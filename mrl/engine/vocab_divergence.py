@@ -1,9 +1,10 @@
-"""Divergences between the student's and a teacher's distribution of every token, without ever holding their logits.
+"""Divergences between the distributions of a student and a teacher at every token, without storing their logits.
 
-As in `vocab_head` the vocabulary is walked in tiles, each made again backwards, and tensor-parallel ranks add up what
-their columns give. The teacher's column of a tile is made beside the student's: from its own hidden states and rows of
-its output matrix, or from its likeliest tokens. Then all other tokens count as one: the teacher's probability of them
-is spread over them as the student spreads its own, which adds nothing to a divergence, and takes nothing from it.
+As in `vocab_head`, the vocabulary is processed in tiles, each recomputed in the backward pass, and tensor-parallel
+ranks sum the results of their columns. The teacher's columns of a tile are computed together with the student's: from
+the teacher's hidden states and rows of its output matrix, or from its likeliest tokens. In the second case all other
+tokens count as one: their total probability by the teacher is spread like the student's, which leaves the divergence
+unchanged.
 
 Shapes: as in `vocab_head`; K of the likeliest tokens.
 """
@@ -24,17 +25,17 @@ from mrl.engine.vocab_head import HeadOptions, Tiles
 
 @dataclass(frozen=True)
 class LikeliestTokens:
-    """What a teacher says of its K likeliest tokens at each place, and of all others together."""
+    """A teacher's K likeliest tokens at each place, and the log-probability of the rest."""
 
     ids_TK: Tensor
     log_probs_TK: Tensor
     rest_T: Tensor
-    """Log-probability of all others; -inf where there are none."""
+    """Log-probability of all other tokens together; -inf if there are no others."""
 
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """A teacher's hidden states, and its output matrix: of the rows for the columns that the student's rank has."""
+    """A teacher's hidden states, and the rows of its output matrix for the columns of the student's rank."""
 
     hidden_TH: Tensor
     weight_VH: Tensor
@@ -45,16 +46,16 @@ Teacher = LikeliestTokens | TeacherHead
 
 @torch.no_grad()
 def likeliest_tokens(hidden_TH: Tensor, weight_VH: Tensor, k: int, options: HeadOptions) -> LikeliestTokens:
-    """Return the k likeliest tokens of each place, on every rank of the group; of equals some, always the same."""
+    """Return the k likeliest tokens at each place, on every rank of the group. Ties are broken deterministically."""
     assert k <= options.vocab, f"{k} of {options.vocab} tokens"
     tiles = _tiles(hidden_TH, weight_VH, options)
     highest_TK = hidden_TH.new_full((len(hidden_TH), k), -torch.inf, dtype=tiles.dtype)
     ids_TK = torch.zeros(highest_TK.shape, dtype=torch.int64, device=hidden_TH.device)
     for columns in tiles:
         logits_TC = tiles.logits(tiles.weight(columns))
-        found_TK, column_TK = logits_TC.topk(min(k, logits_TC.shape[1]), dim=1)
-        found_ids_TK = column_TK + (tiles.first_id + columns.start)
-        highest_TK, ids_TK = _highest(torch.cat([highest_TK, found_TK], 1), torch.cat([ids_TK, found_ids_TK], 1), k)
+        tile_TK, column_TK = logits_TC.topk(min(k, logits_TC.shape[1]), dim=1)
+        tile_ids_TK = column_TK + (tiles.first_id + columns.start)
+        highest_TK, ids_TK = _highest(torch.cat([highest_TK, tile_TK], 1), torch.cat([ids_TK, tile_ids_TK], 1), k)
     if options.group is not None:
         highest_TK, ids_TK = _highest(
             torch.cat(list(_of_ranks(highest_TK, options.group)), 1),
@@ -69,12 +70,12 @@ def token_divergence(
     hidden_TH: Tensor, weight_VH: Tensor, teacher: Teacher, beta: float, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence of each token's distribution from the teacher's, and the student's probability of the
-    teacher's likeliest tokens, 1 where the teacher says all.
+    teacher's likeliest tokens (1 if the teacher has the full vocabulary).
 
-    `beta` is that of `mrl.algos.kl`. As with log-probs, the gradient of `hidden_TH` is this rank's part.
+    `beta` is the one of `mrl.algos.kl`. As with log-probs, the gradient of `hidden_TH` is this rank's part.
     """
-    found: tuple[Tensor, Tensor] = _TokenDivergence.apply(hidden_TH, weight_VH, teacher, beta, options)  # type: ignore[no-untyped-call]
-    return found
+    result: tuple[Tensor, Tensor] = _TokenDivergence.apply(hidden_TH, weight_VH, teacher, beta, options)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _TokenDivergence(torch.autograd.Function):
@@ -88,10 +89,10 @@ class _TokenDivergence(torch.autograd.Function):
             level_T, _ = _logsumexp(_tiles(teacher.hidden_TH, teacher.weight_VH, options), None, options)
         else:
             level_T = teacher.rest_T - (rest_T - whole_T)
-        both = _BothTiles(tiles, whole_T, teacher, level_T, options)
+        log_prob_tiles = _BothTiles(tiles, whole_T, teacher, level_T, options)
         sums_2T = hidden_TH.new_zeros((2, len(hidden_TH)), dtype=tiles.dtype)
         for columns in tiles:
-            parts = divergence(*both.log_probs(columns, tiles.weight(columns)), beta)
+            parts = divergence(*log_prob_tiles.log_probs(columns, tiles.weight(columns)), beta)
             sums_2T += torch.stack([part_TC.sum(1) for part_TC in parts])
         if options.group is not None:
             dist.all_reduce(sums_2T, group=options.group)
@@ -106,13 +107,13 @@ class _TokenDivergence(torch.autograd.Function):
     def backward(ctx: Any, d_divergence_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH, whole_T, level_T, slope_T = ctx.saved_tensors
         tiles = _tiles(hidden_TH, weight_VH, ctx.options)
-        both = _BothTiles(tiles, whole_T, ctx.teacher, level_T, ctx.options)
+        log_prob_tiles = _BothTiles(tiles, whole_T, ctx.teacher, level_T, ctx.options)
         d_hidden_TH = torch.zeros_like(hidden_TH, dtype=tiles.dtype)
         d_weight_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         d_T1 = (d_divergence_T / tiles.temperature).unsqueeze(1)
         for columns in tiles:
             weight_CH = tiles.weight(columns)
-            log_probs_TC, teacher_TC = both.log_probs(columns, weight_CH)
+            log_probs_TC, teacher_TC = log_prob_tiles.log_probs(columns, weight_CH)
             _, slope_TC = divergence(log_probs_TC, teacher_TC, ctx.beta)
             d_logits_TC = (slope_TC - log_probs_TC.exp_().mul_(slope_T.unsqueeze(1))).mul_(d_T1)
             d_logits_TC = d_logits_TC.to(tiles.operand_dtype)
@@ -123,8 +124,11 @@ class _TokenDivergence(torch.autograd.Function):
 
 
 class _BothTiles:
-    """The student's tiles and the teacher's, as log-probs. The level is what makes them of the teacher's logits, or of
-    the student's log-probs for the teacher's of all that are not its likeliest."""
+    """The tiles of student and teacher as log-probs.
+
+    The level normalizes the teacher's logits. If the teacher has only its likeliest tokens, it turns the student's
+    log-probs into the teacher's for all other tokens.
+    """
 
     def __init__(self, tiles: Tiles, whole_T: Tensor, teacher: Teacher, level_T: Tensor, options: HeadOptions) -> None:
         self._tiles, self._teacher = tiles, teacher
@@ -149,8 +153,10 @@ def _tiles(hidden_TH: Tensor, weight_VH: Tensor, options: HeadOptions) -> Tiles:
 
 
 def _logsumexp(tiles: Tiles, without_TK: Tensor | None, options: HeadOptions) -> tuple[Tensor, Tensor]:
-    """Return that of the whole vocabulary, and of all but these tokens: added up themselves, for a difference to the
-    whole would be lost in rounding. Of none -inf."""
+    """Return the logsumexp of the whole vocabulary, and of all tokens except these; -inf if no token remains.
+
+    The second is summed separately: as a difference to the first it would be lost in rounding.
+    """
     parts_2KT = tiles.hidden_TH.new_full((2, tiles.num_tiles, len(tiles.hidden_TH)), -torch.inf, dtype=tiles.dtype)
     for tile, columns in enumerate(tiles):
         logits_TC = tiles.logits(tiles.weight(columns))
@@ -167,7 +173,7 @@ def _logsumexp(tiles: Tiles, without_TK: Tensor | None, options: HeadOptions) ->
 
 
 def _in_tile(tiles: Tiles, columns: slice, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens among these that are in a tile: at which place, the how manieth there, and in which column."""
+    """Return the position of those tokens that are in a tile: place, rank among the place's tokens, and column."""
     column_TK = ids_TK.long() - (tiles.first_id + columns.start)
     place_N, rank_N = ((column_TK >= 0) & (column_TK < columns.stop - columns.start)).nonzero(as_tuple=True)
     return place_N, rank_N, column_TK[place_N, rank_N]
@@ -178,7 +184,7 @@ def _highest(values_TN: Tensor, ids_TN: Tensor, k: int) -> tuple[Tensor, Tensor]
     return highest_TK, ids_TN.gather(1, at_TK)
 
 
-def _of_ranks(mine: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    everyones = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
-    dist.all_gather_into_tensor(everyones, mine.contiguous(), group=group)
-    return everyones.view(group.size(), *mine.shape).unbind(0)
+def _of_ranks(local: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    everyones = local.new_empty(group.size() * len(local), *local.shape[1:])
+    dist.all_gather_into_tensor(everyones, local.contiguous(), group=group)
+    return everyones.view(group.size(), *local.shape).unbind(0)

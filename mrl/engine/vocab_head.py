@@ -1,9 +1,9 @@
-"""Log-probabilities and entropies of tokens from hidden states, without ever holding their logits.
+"""Log-probabilities and entropies of tokens from hidden states, without storing their logits.
 
-The vocabulary is walked in tiles: `tile_columns` columns for all tokens, small enough to stay in a cache. A tile leaves
-behind two numbers per token, its logsumexp and its entropy, and those of all tiles and of all tensor-parallel ranks
-combine exactly. Backward makes each tile again. Beyond inputs and gradients this takes memory for tokens x (hidden +
-columns of a tile), whatever the vocabulary, and one collective, which is in forward.
+The vocabulary is processed in tiles: `tile_columns` columns for all tokens, small enough for a cache. Each tile yields
+two numbers per token, its logsumexp and its entropy, and those of all tiles and all tensor-parallel ranks combine
+exactly. The backward pass recomputes each tile. Besides inputs and gradients this needs memory for tokens x (hidden +
+columns of a tile), for any vocabulary, and one collective, in the forward pass.
 
 Shapes: T tokens, H hidden, V this rank's columns (padding included), C columns of a tile, K tiles or ranks.
 """
@@ -19,35 +19,36 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # half of a usual L3 cache; enough for a GPU to be busy with one tile
-MIN_COLUMNS = 512  # narrower products wait for memory, which counts from 8,192 tokens (CPU) on
+TILE_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}  # half of a typical L3 cache; enough work for a GPU in one tile
+MIN_COLUMNS = 512  # narrower products are memory-bound, which matters from 8,192 tokens (CPU)
 
 EntropyUse = Literal["none", "value", "grad"]
-"""Not computed, computed as a number, or computed and differentiated."""
+"""Not computed, computed as a number, or computed with a gradient."""
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How hidden states become log-probabilities."""
+    """Conversion of hidden states to log-probabilities."""
 
     vocab: int
-    """Without padding: columns from here on are no tokens, they have probability 0 and no gradient."""
+    """Size without padding: later columns are not tokens, and have probability 0 and no gradient."""
     temperature: float
-    """Divides the logits."""
+    """Divisor of the logits."""
     entropy: EntropyUse
     group: dist.ProcessGroup | None = None
-    """Among whom the rows of the weight are divided, evenly and in the order of ranks; None where one rank has all."""
+    """Ranks that share the rows of the weight, evenly and in rank order; None if one rank has all rows."""
     tile_columns: int | None = None
-    """Chosen by `TILE_BYTES` where None."""
+    """Number of columns; None derives it from `TILE_BYTES`."""
 
 
 def token_log_probs(
     hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each label, and the entropy of each token's distribution if asked for, in float32 at least.
+    """Return the log-probability of each label, and the entropy of each token's distribution if requested, in float32
+    or wider.
 
-    A label that is no token of the vocabulary has log-probability -inf. With a group, every rank gets all results; the
-    gradient of `hidden_TH` is this rank's part of a sum over the group, which is the caller's to reduce.
+    A label outside the vocabulary has log-probability -inf. With a group, every rank gets all results; the gradient of
+    `hidden_TH` is this rank's part of a sum over the group, which the caller must reduce.
     """
     assert options.temperature > 0, f"temperature {options.temperature} is not positive"
     log_probs_T, entropy_T = _TokenLogProbs.apply(hidden_TH, weight_VH, labels_T, options)  # type: ignore[no-untyped-call]
@@ -56,8 +57,8 @@ def token_log_probs(
 
 @torch.no_grad()
 def greedy_tokens(hidden_TH: Tensor, weight_VH: Tensor, options: HeadOptions) -> Tensor:
-    """The likeliest token of each place, of equally likely ones that of the lowest id; with a group on every rank."""
-    tokens_T = torch.full(hidden_TH.shape[:1], options.vocab, device=hidden_TH.device)  # more than any token
+    """Return the likeliest token at each place, the lowest id on ties; with a group, on every rank."""
+    tokens_T = torch.full(hidden_TH.shape[:1], options.vocab, device=hidden_TH.device)  # larger than any token id
     tiles = Tiles(hidden_TH, weight_VH, tokens_T, options)
     highest_T = hidden_TH.new_full(tokens_T.shape, -torch.inf, dtype=tiles.dtype)
     for columns in tiles:
@@ -73,7 +74,7 @@ def greedy_tokens(hidden_TH: Tensor, weight_VH: Tensor, options: HeadOptions) ->
 
 
 class Tiles:
-    """This rank's logits, a tile at a time."""
+    """This rank's logits, one tile at a time."""
 
     def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor, options: HeadOptions) -> None:
         rank = options.group.rank() if options.group else 0
@@ -103,20 +104,20 @@ class Tiles:
         return logits_TC if self.temperature == 1 else logits_TC.div_(self.temperature)
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Multiply two matrices; the products are added up and kept in `dtype`."""
+        """Multiply two matrices, with accumulation and result in `dtype`."""
         if self.operand_dtype == self.dtype:
             return left @ right
         return torch.mm(left, right, out_dtype=self.dtype)
 
     def add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add the product of two matrices to a total of `dtype`, in the multiplication itself."""
+        """Add the product of two matrices to a total of `dtype`, fused with the multiplication."""
         if self.operand_dtype == self.dtype:
             total.addmm_(left, right)
         else:
             torch.addmm(total, left, right, out_dtype=self.dtype, out=total)
 
     def labels(self, columns: slice) -> tuple[Tensor, Tensor]:
-        """For each token whether its label is in the tile, and in which column; some column where it is not."""
+        """Return for each token whether its label is in the tile, and its column (any column if not)."""
         is_here_T = (self.labels_T >= columns.start) & (self.labels_T < columns.stop)
         column_T1 = (self.labels_T - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)
         return is_here_T, column_T1
@@ -149,7 +150,7 @@ class _TokenLogProbs(torch.autograd.Function):
         tiles = Tiles(hidden_TH, weight_VH, labels_T, ctx.options)
         d_hidden_TH = torch.zeros_like(hidden_TH, dtype=tiles.dtype) if needs_hidden else None
         d_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
-        # What reaches the logits before the temperature divided them.
+        # Gradients with respect to the logits before division by the temperature.
         d_log_probs_T = d_log_probs_T / tiles.temperature
         if ctx.options.entropy != "grad":
             d_entropy_T = None
@@ -170,7 +171,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _reduce(tiles: Tiles, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of this rank's columns: the logit of the label (-inf where another rank has it), logsumexp and entropy."""
+    """Return, over this rank's columns: the logit of the label (-inf on other ranks), logsumexp and entropy."""
     num_tokens = len(tiles.hidden_TH)
     label_logits_T = tiles.hidden_TH.new_full((num_tokens,), -torch.inf, dtype=tiles.dtype)
     logsumexp_KT = label_logits_T.new_empty(tiles.num_tiles, num_tokens)
@@ -179,7 +180,7 @@ def _reduce(tiles: Tiles, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor
         logits_TC = tiles.logits(tiles.weight(columns))
         is_here_T, column_T1 = tiles.labels(columns)
         label_logits_T = torch.where(is_here_T, logits_TC.gather(1, column_T1).squeeze(1), label_logits_T)
-        # One fused pass; logsumexp would make several.
+        # One fused pass; logsumexp would need several.
         log_probs_TC = torch.log_softmax(logits_TC, dim=1)
         logsumexp_KT[tile] = logits_TC[:, 0] - log_probs_TC[:, 0]
         if entropy_KT is not None:
@@ -188,7 +189,7 @@ def _reduce(tiles: Tiles, *, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor
 
 
 def _combine(logsumexp_KT: Tensor, entropy_KT: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Logsumexp and entropy of everything, from those of its disjoint parts: chance of the part, then within it."""
+    """Combine logsumexp and entropy of disjoint parts: entropy of the choice of the part, then within it."""
     logsumexp_T = logsumexp_KT.logsumexp(0)
     if entropy_KT is None:
         return logsumexp_T, None
@@ -199,18 +200,20 @@ def _combine(logsumexp_KT: Tensor, entropy_KT: Tensor | None) -> tuple[Tensor, T
 def _reduce_over_ranks(
     label_logits_T: Tensor, logsumexp_T: Tensor, entropy_T: Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the same three over the whole vocabulary, in one collective."""
-    mine = torch.stack([label_logits_T, logsumexp_T] if entropy_T is None else [label_logits_T, logsumexp_T, entropy_T])
-    everyones = mine.new_empty(group.size() * len(mine), mine.shape[1])
-    dist.all_gather_into_tensor(everyones, mine, group=group)
-    label_logits_KT, logsumexp_KT, *entropy_KT = everyones.view(group.size(), *mine.shape).unbind(1)
+    """Return the same three values over the whole vocabulary, with one collective."""
+    local = torch.stack(
+        [label_logits_T, logsumexp_T] if entropy_T is None else [label_logits_T, logsumexp_T, entropy_T]
+    )
+    gathered = local.new_empty(group.size() * len(local), local.shape[1])
+    dist.all_gather_into_tensor(gathered, local, group=group)
+    label_logits_KT, logsumexp_KT, *entropy_KT = gathered.view(group.size(), *local.shape).unbind(1)
     return label_logits_KT.amax(0), *_combine(logsumexp_KT, entropy_KT[0] if entropy_KT else None)
 
 
 def _through_softmax(
     log_probs_TC: Tensor, d_log_probs_T: Tensor, d_entropy_T: Tensor | None, entropy_T: Tensor | None
 ) -> Tensor:
-    """Return the gradient of the logits but for what reaches the label's own; overwrites its first argument."""
+    """Return the gradient of the logits without the label's own term. Overwrites `log_probs_TC`."""
     if d_entropy_T is None or entropy_T is None:
         return log_probs_TC.exp_().mul_(-d_log_probs_T.unsqueeze(1))
     probs_TC = log_probs_TC.exp()
@@ -219,11 +222,11 @@ def _through_softmax(
 
 
 def _operand_dtype(hidden_TH: Tensor, weight_VH: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """In what matrices are multiplied: a GPU adds products of bfloat16 up in float32, a CPU is faster in float32."""
+    """Return the dtype of matrix products: GPUs accumulate bfloat16 products in float32, CPUs are faster in float32."""
     return hidden_TH.dtype if hidden_TH.is_cuda and hidden_TH.dtype == weight_VH.dtype else dtype
 
 
 def _tile_columns(labels_T: Tensor, dtype: torch.dtype) -> int:
-    """As many as the bytes of a tile allow."""
+    """Return the number of columns that fits into the bytes of a tile."""
     column_bytes = max(1, len(labels_T)) * dtype.itemsize
     return max(MIN_COLUMNS, TILE_BYTES[labels_T.device.type] // column_bytes)

@@ -1,4 +1,4 @@
-"""Weights between Hugging Face files and Megatron's parameters, through the family's table."""
+"""Weights between Hugging Face files and Megatron's parameters, by the family's table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.models.table import EMBEDDING, LM_HEAD, SCORE, Head, Shard, local_name,
 
 
 def rank_shards(spec: ModelSpec, head: Head, groups: ParallelGroups) -> list[Shard]:
-    """Return what this rank holds, according to the table."""
+    """Return the shards that this rank holds, by the table."""
     place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
     return shards_of(spec, groups.parallel, place, head)
 
@@ -27,7 +27,10 @@ def rank_shards(spec: ModelSpec, head: Head, groups: ParallelGroups) -> list[Sha
 def held_tensors(
     chunks: Sequence[TokenModel], spec: ModelSpec, head: Head, groups: ParallelGroups
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield each shard of the table beside the parameter that holds it; either without the other is an error."""
+    """Yield each shard of the table with the parameter that holds it.
+
+    Raise an error if one exists without the other.
+    """
     parameters = {
         (number, local_name(name)): parameter
         for number, chunk in enumerate(chunks)
@@ -36,14 +39,16 @@ def held_tensors(
     for shard in rank_shards(spec, head, groups):
         key = (shard.chunk, shard.name)
         if key not in parameters:
-            raise EngineError(f"the table gives this rank `{shard.name}` in chunk {shard.chunk}; Megatron has no such")
+            raise EngineError(
+                f"the table has `{shard.name}` in chunk {shard.chunk} of this rank, but Megatron does not"
+            )
         parameter = parameters.pop(key)
         if tuple(parameter.shape) != shard.shape:
             raise EngineError(f"`{shard.name}` is {tuple(parameter.shape)} in Megatron and {shard.shape} in the table")
         yield shard, parameter
     if parameters:
-        rest = ", ".join(f"`{name}` in chunk {chunk}" for chunk, name in list(parameters)[:8])
-        raise EngineError(f"the table does not cover {len(parameters)} of Megatron's parameters: {rest}")
+        uncovered = ", ".join(f"`{name}` in chunk {chunk}" for chunk, name in list(parameters)[:8])
+        raise EngineError(f"the table does not cover {len(parameters)} of Megatron's parameters: {uncovered}")
 
 
 def _named(chunk: TokenModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -54,7 +59,7 @@ def _named(chunk: TokenModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def output_rows(reader: HfReader, spec: ModelSpec, vocab: int, tp_rank: int, tp: int) -> Tensor:
-    """Return the rows of a model's output matrix for what a rank has of a vocabulary, which may be a smaller one."""
+    """Return a rank's rows of a model's output matrix, for a vocabulary that may be smaller than the model's."""
     num_rows = padded_vocab(vocab, tp) // tp
     first, stop = tp_rank * num_rows, min((tp_rank + 1) * num_rows, vocab)
     rows = reader.read(EMBEDDING if spec.tied else LM_HEAD, ((first, stop), (0, spec.hidden)))
@@ -63,11 +68,12 @@ def output_rows(reader: HfReader, spec: ModelSpec, vocab: int, tp_rank: int, tp:
 
 @torch.no_grad()
 def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: Head, groups: ParallelGroups) -> None:
-    """Fill every parameter of this rank from the files; only what the rank holds is read.
+    """Fill every parameter of this rank from the files. Only the rank's parts are read.
 
-    Parameters also get two marks that Megatron leaves out here. Split or not: it sets that only while it draws random
-    weights, and without it the gradient norm counts a split tensor's first part alone. Reduced with the experts' own
-    data-parallel group: it takes ep > 1 for the only reason, and forgets experts that tensor ranks hold whole.
+    Parameters also get two marks that Megatron does not set here. `tensor_model_parallel`: Megatron sets it only when
+    it draws random weights; without it the gradient norm counts only the first part of a split tensor. `allreduce`:
+    Megatron reduces experts in their own data-parallel group only if ep > 1, and forgets experts that tensor ranks hold
+    whole.
     """
     sums = []
     own_reduction = groups.parallel.ep > 1 or groups.parallel.etp != groups.parallel.tp
@@ -76,11 +82,11 @@ def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: 
         if shard.expert:
             parameter.allreduce = not own_reduction  # type: ignore[attr-defined]  # Megatron's mark
         if shard.name == SCORE and SCORE not in reader:
-            parameter.zero_()  # `HfReader.check` has seen that a new head is wanted
+            parameter.zero_()  # `HfReader.check` made sure that a new head is expected
         else:
             parameter.copy_(load_shard(reader, shard, parameter.dtype))
             sums.append((shard, parameter, parameter.sum(dtype=torch.float32)))
-    # One look at the device for all of them; a sum is finite where its numbers are, but for enormous ones.
+    # One synchronization for all of them. A sum is finite if its numbers are, except for huge ones.
     if sums and not torch.stack([total for *_, total in sums]).isfinite().all():
         for shard, parameter, _ in sums:
             _refuse_not_finite(shard, parameter, reader)
@@ -89,5 +95,5 @@ def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: 
 def _refuse_not_finite(shard: Shard, parameter: Tensor, reader: HfReader) -> None:
     for piece in shard.pieces:
         if num := int((~parameter[slices(piece.target)].isfinite()).sum()):
-            what = f"{num} numbers of {piece.hf} are NaN or infinite"
-            raise ModelError(what, where=str(reader.path), fix="fetch the file again, or train from another checkpoint")
+            problem = f"{num} numbers of {piece.hf} are NaN or infinite"
+            raise ModelError(problem, where=str(reader.path), fix="download the file again, or use another checkpoint")

@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind: phase seconds, metrics, samples, a report."""
+"""Output of a run: phase timing, metrics, samples, and a report."""

@@ -1,4 +1,4 @@
-"""What a run prints: one aligned line per step, and on a terminal a panel beneath them while a step runs."""
+"""Console output of a run: one aligned line per step and, on a terminal, a live panel below."""
 
 from __future__ import annotations
 
@@ -30,34 +30,40 @@ class Panel:
     phase: str = ""
     done: int = 0
     total: int = 0
-    """Of the phase, where it says how much there is to do."""
+    """Size of the phase, if it is known."""
     sample: SamplePreview | None = None
     curves: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CURVES})
     seconds: list[Mapping[str, float]] = field(default_factory=list)
-    """Of each step, by phase."""
+    """Seconds of each step, by phase."""
 
     def finish(self, step: int, metrics: Mapping[str, float], sample: SamplePreview | None) -> None:
         self.step, self.sample = step, sample
         for name, metric in CURVES.items():
             self.curves[name] += [metrics[metric]] if metric in metrics else []
-        of_phase = {name.removeprefix(_SECONDS): value for name, value in metrics.items() if name.startswith(_SECONDS)}
-        self.seconds += [of_phase] if "step" in of_phase else []
+        phase_seconds = {
+            name.removeprefix(_SECONDS): value for name, value in metrics.items() if name.startswith(_SECONDS)
+        }
+        self.seconds += [phase_seconds] if "step" in phase_seconds else []
 
     def lines(self, width: int) -> list[str]:
-        """Return the lines to draw, none longer than the terminal is wide."""
+        """Return the lines to draw, cut to the width of the terminal."""
         return [line[: max(width - 1, 0)] for line in self._lines()]
 
     def _lines(self) -> Iterator[str]:
-        step = min(self.step + 1, self.num_steps)  # a run that saves after its last step is at no further one
+        step = min(self.step + 1, self.num_steps)  # after the last step there is no next step
         yield f"step {step}/{self.num_steps}  {bar(self.step / self.num_steps)}{self._left()}"
         progress = f"  {bar(self.done / self.total)} {self.done}/{self.total}" if self.total else ""
         yield f"  {self.phase:<14}{progress}"
         if self.seconds:
-            whole, spent = self.seconds[-1]["step"], self.seconds[-1]
-            parts = [name for name in spent if name != "step" and spent[name] > _MIN_SHARE * whole]
-            shown = [f"{name} {spent[name]:.2f} s ({spent[name] / whole:.0%})" for name in parts]
-            yield f"  last step {whole:.2f} s: {', '.join(shown)}"
-        curves = [f"{name} {sparkline(of[-_CURVE_WIDTH:])} {of[-1]:.3g}" for name, of in self.curves.items() if of]
+            total, seconds = self.seconds[-1]["step"], self.seconds[-1]
+            parts = [name for name in seconds if name != "step" and seconds[name] > _MIN_SHARE * total]
+            shown = [f"{name} {seconds[name]:.2f} s ({seconds[name] / total:.0%})" for name in parts]
+            yield f"  last step {total:.2f} s: {', '.join(shown)}"
+        curves = [
+            f"{name} {sparkline(values[-_CURVE_WIDTH:])} {values[-1]:.3g}"
+            for name, values in self.curves.items()
+            if values
+        ]
         if curves:
             yield f"  {'   '.join(curves)}"
         if self.sample is not None:
@@ -68,8 +74,8 @@ class Panel:
         recent = [seconds["step"] for seconds in self.seconds[-_AVERAGED:]]
         if not recent:
             return ""
-        left = sum(recent) / len(recent) * (self.num_steps - self.step)
-        return f"  left {time.strftime('%H:%M:%S', time.gmtime(left))}"
+        seconds_left = sum(recent) / len(recent) * (self.num_steps - self.step)
+        return f"  left {time.strftime('%H:%M:%S', time.gmtime(seconds_left))}"
 
 
 def bar(share: float) -> str:
@@ -86,7 +92,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return text of a model without control characters, which on a terminal could do anything."""
+    """Return text from a model without control characters, which are unsafe on a terminal."""
     return "".join(letter if letter.isprintable() else "·" for letter in text.strip())
 
 
@@ -108,7 +114,7 @@ _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
 
 
 class Console:
-    """Prints to a stream, else to standard output. `quiet` prints nothing but what `print` is given."""
+    """Prints to a stream, by default standard output. With `quiet`, only `print` prints."""
 
     def __init__(self, num_steps: int, stream: TextIO | None = None, quiet: bool = False) -> None:
         self._num_steps = num_steps
@@ -128,7 +134,7 @@ class Console:
             self.print(text)
 
     def phase(self, name: str) -> None:
-        """Show the phase that the step has come to; only a terminal does."""
+        """Show the current phase of the step, on terminals only."""
         self._panel.phase, self._panel.done, self._panel.total = name, 0, 0
         self._draw()
 
@@ -138,7 +144,7 @@ class Console:
             self._draw()
 
     def step(self, step: int, metrics: Mapping[str, float], sample: SamplePreview | None = None) -> None:
-        """Print the line of a step; one of its samples is shown on a terminal."""
+        """Print the line of a step. On a terminal, also show one of its samples."""
         self._panel.finish(step, metrics, sample)
         if self._quiet:
             return
@@ -155,16 +161,18 @@ class Console:
         self._clear()
         lines = self._panel.lines(shutil.get_terminal_size().columns)
         drawn = "".join(f"{line}\n" for line in lines)
-        self._write(f"{_NO_WRAP}{drawn}{_WRAP}")  # a wide letter must not make two lines of one
+        self._write(f"{_NO_WRAP}{drawn}{_WRAP}")  # a wide character must not wrap the line
         self._num_drawn, self._drawn_at = len(lines), time.monotonic()
 
     def _clear(self) -> None:
         if self._num_drawn:
-            self._write(f"\x1b[{self._num_drawn}F\x1b[J")  # to the first line of the panel; all below goes
+            self._write(
+                f"\x1b[{self._num_drawn}F\x1b[J"
+            )  # move to the first line of the panel and clear everything below
             self._num_drawn = 0
 
     def _write(self, text: str) -> None:
-        """Print it. What a full disk or a closed pipe does not take is counted: no run ends for want of its lines."""
+        """Print the text. If the disk is full or the pipe closed, count the lost lines: this must not end a run."""
         lost = f"\n({self._num_unprinted} lines could not be printed)\n" if self._num_unprinted else ""
         try:
             self._stream.write(lost + text)

@@ -1,4 +1,4 @@
-"""How a run ended, as its directory shows it: for `mrl report` and `mrl show`."""
+"""How a run ended, from the files in its directory; for `mrl report` and `mrl show`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VERDICTS = {
 
 
 def describe_ending(directory: Path) -> str:
-    """Return how the run in this directory ended, or that it has not; the first line is a verdict."""
+    """Return how the run in this directory ended, or that it has not. The first line is a verdict."""
     path = directory / EVENTS
     if not path.is_file():
         return f"unknown: {directory} has no {EVENTS}"
@@ -31,6 +31,6 @@ def describe_ending(directory: Path) -> str:
         return "running"
     (last,) = deque(read_events(path), maxlen=1) or (None,)
     if last is None:
-        return "unknown: no event was written"
+        return "unknown: there are no events"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.time))
-    return f"killed without a word: the last event is {last.event.kind}, of {when}"
+    return f"killed without a message: the last event is {last.event.kind}, at {when}"

@@ -1,4 +1,4 @@
-"""The figures of every step: where its seconds went, and `metrics.jsonl`, which the report reads."""
+"""Metrics of each step: timing of its phases, and `metrics.jsonl`, which the report reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from mrl.events import EventLog, PhaseBegin, PhaseEnd
 
 
 class StepTimer:
-    """Times phases; a phase inside another is timed as part of both. `lap` gives the step's seconds and starts anew."""
+    """Times phases.
+
+    A phase inside another counts for both. `pop_seconds` returns the step's seconds and resets them.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class StepTimer:
         self._events = events
         self._on_phase = on_phase
         self.progress = progress
-        """Called with what is done of how much, within a phase."""
+        """Called with the finished and the total amount of work within a phase."""
         self._seconds: dict[str, float] = {}
         self._began = time.perf_counter()
         self.step = 0
@@ -38,13 +41,13 @@ class StepTimer:
         if self._on_phase is not None:
             self._on_phase(phase)
         began = time.perf_counter()
-        yield  # a phase that fails has no end: the log then says where it was
+        yield  # a failed phase has no end event, so the log shows where it failed
         seconds = time.perf_counter() - began
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
         self._events.write(PhaseEnd(phase, self.step, seconds))
 
     def pop_seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase since the last call, and of the whole as `step`."""
+        """Return the seconds of each phase since the last call, and the total as `step`."""
         now = time.perf_counter()
         seconds = {**self._seconds, "step": now - self._began}
         self._seconds, self._began = {}, now
@@ -55,7 +58,7 @@ _MAX_BYTES = 4 << 30
 
 
 class MetricsFile:
-    """Appends one line per step. On resume the lines of steps that are done again are cut off."""
+    """Appends one line per step. On resume, lines of repeated steps are removed."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self._path = path
@@ -64,9 +67,9 @@ class MetricsFile:
         self._waiting = ""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Append the figures of a step; return why they could not be written: they come with the next then.
+        """Append the metrics of a step. Return the error if they cannot be written; the next call writes them, too.
 
-        One that is not finite is written as null: JSON has no NaN.
+        Non-finite numbers are written as null: JSON has no NaN.
         """
         self._waiting += _line({"step": step, **metrics})
         try:
@@ -79,7 +82,7 @@ class MetricsFile:
 
 
 def as_written(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is read again of a step's figures."""
+    """Return a step's metrics as `read_metrics` would return them."""
     return _parsed(_line({"step": step, **metrics}).encode())
 
 
@@ -91,28 +94,30 @@ def _line(fields: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file; a last one cut short by a crash is left out, any other bad one is an
-    error."""
+    """Return the lines of a metrics file. An incomplete last line, as after a crash, is left out.
+
+    Any other bad line raises an error.
+    """
     try:
         lines = files.read_bytes(path, _MAX_BYTES).split(b"\n")
     except OSError as error:
-        raise MrlError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    found = []
+        raise MrlError(f"cannot read the file: {error.strerror}", where=str(path)) from error
+    parsed = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            found.append(_parsed(line))
+            parsed.append(_parsed(line))
         except (ValueError, RecursionError) as error:
-            raise MrlError(f"not a line of metrics: {error}", where=f"{path}:{number}") from error
-    return found
+            raise MrlError(f"this is not a line of metrics: {error}", where=f"{path}:{number}") from error
+    return parsed
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
     fields = json.loads(line.decode("utf-8"))
     if not isinstance(fields, dict) or not isinstance(fields.get("step"), int):
-        raise ValueError("it is no object with a step")
+        raise ValueError("it is not an object with a step")
     for name, value in fields.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"{name!r:.60} is no number")
+            raise ValueError(f"{name!r:.60} is not a number")
     return fields
 
 
@@ -120,5 +125,5 @@ _OF_THE_CLOCK = ("timing_s/", "perf/", "sync/seconds", "reward/seconds", "agent/
 
 
 def without_clock(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures that do not depend on how fast a machine is."""
+    """Return the metrics that do not depend on the speed of the machine."""
     return {name: value for name, value in metrics.items() if not name.startswith(_OF_THE_CLOCK)}

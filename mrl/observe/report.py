@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs nothing else: curves, where the seconds went, samples, health."""
+"""A run as one self-contained HTML file: curves, timing, samples, health."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from itertools import cycle
 from typing import Any
 
 Lines = Sequence[Mapping[str, Any]]
-"""The lines of a run's `metrics.jsonl`."""
+"""Lines of a run's `metrics.jsonl`."""
 Points = list[tuple[int, float]]
 
 _RECENT = 10
 _LEAST_SHARED = 80
-"""Characters of what prompts share that are worth to be shown once."""
+"""Smallest length of a common prompt prefix that is shown only once."""
 OVER_OPTIMIZED = "The reward model is over-optimized"
 
 
@@ -28,13 +28,14 @@ class HealthFinding:
 
 
 def findings(lines: Lines) -> list[HealthFinding]:
-    """Return everything that looks unhealthy over the last steps, compared with the first, or with a validation before.
+    """Return everything that looks unhealthy in the last steps, compared with the first steps or with earlier
+    validations.
 
-    Line 0 is a validation before the first step, where there was one.
+    Line 0 is a validation before the first step, if there was one.
     """
     steps = [line for line in lines if line["step"] > 0]
-    found = [rule(steps) for rule in _RULES] + [_over_optimized(lines)]
-    return [finding for finding in found if finding is not None]
+    results = [rule(steps) for rule in _RULES] + [_over_optimized(lines)]
+    return [finding for finding in results if finding is not None]
 
 
 def _mean(lines: Lines, name: str) -> float | None:
@@ -42,13 +43,13 @@ def _mean(lines: Lines, name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _above(name: str, limit: float, title: str, why: str) -> Callable[[Lines], HealthFinding | None]:
+def _above(name: str, limit: float, title: str, reason: str) -> Callable[[Lines], HealthFinding | None]:
     def rule(lines: Lines) -> HealthFinding | None:
         recent = _mean(lines[-_RECENT:], name)
         if recent is None or recent <= limit:
             return None
         steps = f"steps {lines[-_RECENT:][0]['step']} to {lines[-1]['step']}"
-        return HealthFinding(title, f"{name} is {recent:.3g} on average over {steps}, above {limit:g}: {why}")
+        return HealthFinding(title, f"{name} is {recent:.3g} on average over {steps}, above {limit:g}: {reason}")
 
     return rule
 
@@ -57,8 +58,8 @@ def _entropy_collapse(lines: Lines) -> HealthFinding | None:
     first, recent = _mean(lines[:_RECENT], "actor/entropy_mean"), _mean(lines[-_RECENT:], "actor/entropy_mean")
     if first is None or recent is None or recent > 0.1 * first:
         return None
-    what = f"actor/entropy_mean fell from {first:.3g} to {recent:.3g}"
-    return HealthFinding("Entropy has collapsed", f"{what}: the samples of a prompt hardly differ now")
+    evidence = f"actor/entropy_mean fell from {first:.3g} to {recent:.3g}"
+    return HealthFinding("Entropy has collapsed", f"{evidence}: the samples of a prompt are almost equal")
 
 
 def _mismatch_rising(lines: Lines) -> HealthFinding | None:
@@ -66,8 +67,8 @@ def _mismatch_rising(lines: Lines) -> HealthFinding | None:
     first, recent = _mean(lines[:_RECENT], name), _mean(lines[-_RECENT:], name)
     if first is None or recent is None or recent < 1e-4 or recent < 3 * first:
         return None
-    what = f"{name} rose from {first:.2e} to {recent:.2e}"
-    return HealthFinding("Engines and trainer drift apart", f"{what}: look at dtypes, or set algorithm.correction")
+    evidence = f"{name} rose from {first:.2e} to {recent:.2e}"
+    return HealthFinding("Engines and trainer drift apart", f"{evidence}: check dtypes, or set algorithm.correction")
 
 
 def _skipped_updates(lines: Lines) -> HealthFinding | None:
@@ -78,9 +79,9 @@ def _skipped_updates(lines: Lines) -> HealthFinding | None:
 
 
 def _over_optimized(lines: Lines) -> HealthFinding | None:
-    """Say where reward models score a policy higher than before, and the rule of its validation lower.
+    """Find reward models that score the policy higher than before, while its validation by rule has become worse.
 
-    The fall is from the best validation, by more than two standard errors of a difference of two shares.
+    The drop is measured from the best validation, and must exceed two standard errors of a difference of two shares.
     """
     rule = next((key for line in lines for key in line if re.fullmatch(r"val/solved/mean@\d+", key)), "")
     measured = [line for line in lines if line.get(rule) is not None and line.get("val/prompts")]
@@ -93,10 +94,13 @@ def _over_optimized(lines: Lines) -> HealthFinding | None:
     risen = [key for key in models if last[key] > best[key]]
     if not risen or before - after <= 2 * error:
         return None
-    what = f"{risen[0]} rose from {best[risen[0]]:.3g} to {last[risen[0]]:.3g} between steps {best['step']} and "
-    what += f"{last['step']}, while {rule} fell from {before:.3g} to {after:.3g}, by {(before - after) / error:.1f} "
-    what += f"standard errors: step {best['step']} was better (validation.keep_best), algorithm.kl.where=reward holds "
-    return HealthFinding(OVER_OPTIMIZED, f"{what}it back, and more pairs of its own answers mend the model")
+    evidence = f"{risen[0]} rose from {best[risen[0]]:.3g} to {last[risen[0]]:.3g} between steps {best['step']} and "
+    evidence += (
+        f"{last['step']}, while {rule} fell from {before:.3g} to {after:.3g}, by {(before - after) / error:.1f} "
+    )
+    evidence += f"standard errors: step {best['step']} was better (validation.keep_best); "
+    fix = "algorithm.kl.where=reward limits this, and more preference pairs of the policy's answers correct the model"
+    return HealthFinding(OVER_OPTIMIZED, evidence + fix)
 
 
 _RULES = (
@@ -130,16 +134,17 @@ _TITLES = {
     "critic/vf_explained_var": "explained variance",
     "perf/throughput": "tokens per second and device",
 }
-"""What is drawn, beside all that validation measures."""
+"""Figures that are drawn, besides all validation metrics."""
 _WIDTH, _HEIGHT, _MARGIN = 340, 140, 34
 _LEAST_OF_A_LINE, _MOST_WITH_DOTS = 3, 20
-"""Points: a line through two of them would claim that something was measured in between."""
+"""Numbers of points. A line through two points would suggest measurements in between."""
 
 
 def _curves(runs: Mapping[str, Lines]) -> str:
-    """Draw what changes, figures that are the same everywhere as one curve; what never changes stands in a line below.
+    """Draw metrics that change, equal ones as one curve. List constant metrics below the curves.
 
-    A validation of one source has all of its figures twice, and a score that is 0 or 1 is solved as often as it is 1.
+    With one data source, each validation metric appears twice; and with scores of 0 or 1, score and solved share are
+    equal.
     """
     titles: dict[str, list[str]] = defaultdict(list)
     changing, constant = dict[str, Mapping[str, Points]](), []
@@ -150,21 +155,21 @@ def _curves(runs: Mapping[str, Lines]) -> str:
             run: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
             for run, lines in runs.items()
         }
-        values = {value for of_run in points.values() for _, value in of_run}
+        values = {value for run_points in points.values() for _, value in run_points}
         title = _TITLES.get(name, name)
-        if len(values) > 1 or any(len(of_run) == 1 for of_run in points.values()):
+        if len(values) > 1 or any(len(run_points) == 1 for run_points in points.values()):
             titles[repr(points)].append(title)
             changing[repr(points)] = points
         elif values:
             constant.append(f"{title} {values.pop():.4g}")
     drawn = [_curve(" = ".join(titles[key]), points) for key, points in changing.items()]
-    same = f"<p>The same in every step: {escape(', '.join(constant))}.</p>" if constant else ""
-    return f'<div class="curves">{"".join(drawn)}</div>{same}'
+    constants = f"<p>Equal in every step: {escape(', '.join(constant))}.</p>" if constant else ""
+    return f'<div class="curves">{"".join(drawn)}</div>{constants}'
 
 
 def _curve(title: str, runs: Mapping[str, Points]) -> str:
-    everything = [point for points in runs.values() for point in points]
-    steps, values = [step for step, _ in everything], [value for _, value in everything]
+    all_points = [point for points in runs.values() for point in points]
+    steps, values = [step for step, _ in all_points], [value for _, value in all_points]
     low, high, first, last = min(values), max(values), min(steps), max(steps)
     per_step = (_WIDTH - _MARGIN) / max(last - first, 1)
     up = (_HEIGHT - 24) / (high - low) if high > low else 0.0
@@ -210,14 +215,14 @@ def render_report(
     configuration: str,
     ending: str = "",
 ) -> str:
-    """Return the page. Whatever a model or a data set wrote is escaped: a sample is text, never markup."""
-    steps = [line for line in lines if line["step"] > 0]  # before the first there is only a validation
+    """Return the report page. Text from models and data sets is escaped, so that a sample is never markup."""
+    steps = [line for line in lines if line["step"] > 0]  # line 0 is only a validation
     sections = [
         f"<h1>{escape(name)}</h1><p>{_summary(lines, len(steps))}</p>{_ended(ending)}",
         f"<h2>Health</h2>{_health(lines)}",
         f"<h2>Curves</h2>{_curves({name: lines})}",
         f"<h2>Where the seconds of a step went</h2>{_phases(steps)}",
-        *(f"<h2>Samples of {escape(of)}</h2>{_samples(rows)}" for of, rows in samples.items()),
+        *(f"<h2>Samples of {escape(step_name)}</h2>{_samples(rows)}" for step_name, rows in samples.items()),
         f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
     ]
     return page(name, sections)
@@ -232,7 +237,7 @@ def _ended(ending: str) -> str:
 
 
 def render_comparison(runs: Mapping[str, Lines], difference: str) -> str:
-    """Return a page on which these runs lie over each other, with the difference of their configurations."""
+    """Return a page that overlays these runs, with the differences between their configurations."""
     title = " and ".join(runs)
     steps = {name: [line for line in lines if line["step"] > 0] for name, lines in runs.items()}
     summaries = "".join(
@@ -240,12 +245,12 @@ def render_comparison(runs: Mapping[str, Lines], difference: str) -> str:
         f"{_summary(lines, len(steps[name]))}</p>"
         for (name, lines), color in zip(runs.items(), COLORS, strict=False)
     )
-    found = "".join(f"<h3>{escape(name)}</h3>{_health(of_run)}" for name, of_run in runs.items())
+    health = "".join(f"<h3>{escape(name)}</h3>{_health(run_lines)}" for name, run_lines in runs.items())
     sections = [
         f"<h1>{escape(title)}</h1>{summaries}",
         f"<h2>Difference of the configurations</h2><pre>{escape(difference or 'None.')}</pre>",
         f"<h2>Curves</h2>{_curves(runs)}",
-        f"<h2>Health</h2>{found}",
+        f"<h2>Health</h2>{health}",
     ]
     return page(title, sections)
 
@@ -265,16 +270,17 @@ def _summary(lines: Lines, num_steps: int) -> str:
 
 
 def _health(lines: Lines) -> str:
-    found = findings(lines)
-    if not found:
+    problems = findings(lines)
+    if not problems:
         return '<div class="finding well">Nothing looks wrong.</div>'
-    boxes = (f'<div class="finding"><b>{escape(each.title)}.</b> {escape(each.evidence)}</div>' for each in found)
+    boxes = (
+        f'<div class="finding"><b>{escape(problem.title)}.</b> {escape(problem.evidence)}</div>' for problem in problems
+    )
     return "".join(boxes)
 
 
 def _phases(lines: Lines) -> str:
-    """Draw one bar per part of the run, each phase its share of the mean step; what no phase covers is shown as
-    such."""
+    """Draw one bar per part of the run, divided into the phases' shares of the mean step and the rest."""
     if not lines:
         return ""
     names = list(dict.fromkeys(key for line in lines for key in line if key.startswith("timing_s/")))
@@ -285,7 +291,7 @@ def _phases(lines: Lines) -> str:
         part = lines[begin : begin + size]
         whole = sum(line.get("timing_s/step") or 0.0 for line in part)
         shares = {name: sum(line.get(name) or 0.0 for line in part) / whole for name in phases} if whole else {}
-        shares["nothing of these"] = max(0.0, 1 - sum(shares.values()))
+        shares["other"] = max(0.0, 1 - sum(shares.values()))
         rows.append((f"{part[0]['step']} to {part[-1]['step']}", whole / len(part), shares))
     keys = list(rows[0][2])
     colors = {key: COLORS[number % len(COLORS)] for number, key in enumerate(keys)}
@@ -326,9 +332,9 @@ def _samples(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _without_shared(samples: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """Return the lines with which all prompts begin, such as a system prompt, and the samples without them."""
+    """Return the common first lines of all prompts, such as a system prompt, and the samples without them."""
     prompts = [str(sample.get("prompt", "")) for sample in samples]
-    first, last = min(prompts), max(prompts)  # what these share all between them share
+    first, last = min(prompts), max(prompts)  # a prefix of both is a prefix of all
     length = next((at for at, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
     shared = first[:length] if len(prompts) > 1 else ""
     if any(prompt != shared for prompt in prompts):
@@ -340,11 +346,11 @@ def _without_shared(samples: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence
 
 
 def _cell(sample: Mapping[str, Any], name: str) -> str:
-    """Show a value; a response of several turns as a conversation, in which the model speaks first."""
+    """Return the HTML of a value. A response with several turns is a conversation that the model begins."""
     turns = sample.get("turns") or ()
     if name != "response" or len(turns) < 2:
         return f"<pre>{escape(str(sample[name]))}</pre>"
     return "".join(
-        f'<div class="{who}"><i>{who}</i><pre>{escape(str(text))}</pre></div>'
-        for who, text in zip(cycle(("model", "environment")), turns, strict=False)
+        f'<div class="{speaker}"><i>{speaker}</i><pre>{escape(str(text))}</pre></div>'
+        for speaker, text in zip(cycle(("model", "environment")), turns, strict=False)
     )

@@ -1,5 +1,8 @@
-"""Services that draw a run's figures beside `metrics.jsonl`. None of them can hold a run up or end it: each works in a
-thread of its own behind a queue, and what it fails to take is counted."""
+"""Services that plot a run's metrics, in addition to `metrics.jsonl`.
+
+None of them can delay or end a run: each runs in its own thread behind a queue, and metrics that it does not accept are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,28 @@ from mrl.errors import SetupError
 from mrl.registry import load_attribute
 
 MAX_WAITING = 1000
-"""Steps that wait for a service; those beyond are lost to it."""
+"""Largest number of queued steps per service. Later steps are lost for the service."""
 CLOSE_S = 30.0
-"""How long the end of a run waits for what a service has not taken yet."""
+"""Longest wait at the end of a run for steps that a service has not accepted yet."""
 
 
 class Tracker(Protocol):
-    """What a service is to mrl. It is made from the run's name, its directory, its configuration, and the first step
-    that it will see."""
+    """Interface of a service. It is created with the run's name, directory and configuration, and its first step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the figures of a step; all of them are finite."""
+        """Accept the metrics of a step. All of them are finite."""
 
     def close(self) -> None:
-        """Deliver what is left."""
+        """Deliver all pending metrics."""
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the run directory."""
+    """Event files in `tensorboard/` in the run directory."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that are done again hide what an earlier attempt wrote of them.
+        # The purge hides repeated steps of an earlier attempt.
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -54,7 +56,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project that `WANDB_PROJECT` names, else `mrl`; a resumed run goes on in the same one."""
+    """A run in the project `WANDB_PROJECT`, by default `mrl`. A resumed run continues in the same one."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], step: int) -> None:
         import wandb
@@ -72,8 +74,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run where `MLFLOW_TRACKING_URI` points, of the experiment that `MLFLOW_EXPERIMENT_NAME` names, else `mrl`; a
-    resumed run goes on in the same one, whose id stands in `mlflow-run`."""
+    """A run at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME`, by default `mrl`.
+
+    A resumed run continues in the same one, whose id is in the file `mlflow-run`.
+    """
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], step: int) -> None:
         import mlflow
@@ -95,7 +99,7 @@ class MLflow:
 
 
 class SwanLab(WeightsAndBiases):
-    """An experiment of the project that `SWANLAB_PROJ_NAME` names, else `mrl`."""
+    """An experiment in the project `SWANLAB_PROJ_NAME`, by default `mrl`."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], step: int) -> None:
         import swanlab
@@ -111,14 +115,14 @@ KNOWN: dict[str, type[Tracker]] = {
     "mlflow": MLflow,
     "swanlab": SwanLab,
 }
-"""By the package that each needs, which is mrl's extra of that name."""
+"""Trackers by name of the required package, which is also the name of mrl's extra."""
 
 
 class TrackerThread:
     def __init__(self, name: str, kind: type[Tracker], made_from: Sequence[Any]) -> None:
         self.name = name
         self._num_unsent = 0
-        self._num_refused = 0  # by the thread, the others by the run
+        self._num_refused = 0  # written by the thread; other counts are written by the run
         self._error = ""
         self._reported = False
         self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(MAX_WAITING)
@@ -126,43 +130,43 @@ class TrackerThread:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over the figures of a step, without those that are not finite, which no service can draw."""
+        """Hand over the metrics of a step, without non-finite numbers, which no service can draw."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         try:
             self._queue.put_nowait((step, finite))
         except Full:
             self._num_unsent += 1
-            self._error = self._error or f"{MAX_WAITING} steps wait for it already"
+            self._error = self._error or f"{MAX_WAITING} steps are waiting already"
 
     def news(self) -> str:
-        """Return what went wrong, once."""
+        """Return the first error, once."""
         if not self._error or self._reported:
             return ""
         self._reported = True
-        return f"{self.name}: {self._error}; the run goes on, metrics.jsonl has every figure"
+        return f"{self.name}: {self._error}; the run continues, and metrics.jsonl has all metrics"
 
     def close(self, limit_s: float = CLOSE_S) -> str:
-        """Wait for what is under way, but not for ever; return how much the service did not take."""
-        until = time.monotonic() + limit_s
+        """Wait up to `limit_s` for pending steps. Return how many steps the service did not accept."""
+        deadline = time.monotonic() + limit_s
         with suppress(Full):
             self._queue.put(None, timeout=limit_s)
-        self._thread.join(max(0.0, until - time.monotonic()))
-        num_waiting = sum(each is not None for each in self._queue.queue) if self._thread.is_alive() else 0
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        num_waiting = sum(item is not None for item in self._queue.queue) if self._thread.is_alive() else 0
         lost = self._num_unsent + self._num_refused + num_waiting
-        late = f"after {limit_s:g} s it had not ended" if self._thread.is_alive() else ""
-        if not lost and not late and (self._reported or not self._error):
+        timeout = f"it had not ended after {limit_s:g} s" if self._thread.is_alive() else ""
+        if not lost and not timeout and (self._reported or not self._error):
             return ""
-        why = "; ".join(filter(None, (self._error, late)))
-        return f"{self.name}: the figures of {lost} steps did not arrive" + (f" ({why})" if why else "")
+        reasons = "; ".join(filter(None, (self._error, timeout)))
+        return f"{self.name}: the metrics of {lost} steps were not delivered" + (f" ({reasons})" if reasons else "")
 
     def _work(self, kind: type[Tracker], made_from: Sequence[Any]) -> None:
-        made: list[Tracker] = []
-        self._succeeds("it does not start", lambda: made.append(kind(*made_from)))
+        tracker: list[Tracker] = []
+        self._succeeds("it failed to start", lambda: tracker.append(kind(*made_from)))
         while (item := self._queue.get()) is not None:
-            if not made or not self._succeeds(f"step {item[0]} was refused", partial(made[0].log, *item)):
+            if not tracker or not self._succeeds(f"step {item[0]} was refused", partial(tracker[0].log, *item)):
                 self._num_refused += 1
-        if made:
-            self._succeeds("it does not close", made[0].close)
+        if tracker:
+            self._succeeds("it failed to close", tracker[0].close)
 
     def _succeeds(self, otherwise: str, action: Callable[[], object]) -> bool:
         try:
@@ -176,7 +180,7 @@ class TrackerThread:
 def open_trackers(
     names: Sequence[str], run: str, directory: Path, config: Mapping[str, Any], step: int
 ) -> list[TrackerThread]:
-    """Return the trackers of these names; `step` is the first that they will see."""
+    """Return the trackers with these names. `step` is the first step that they will get."""
     kinds = {}
     for name in names:
         if name in KNOWN and importlib.util.find_spec(name) is None:

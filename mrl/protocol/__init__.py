@@ -1,4 +1,4 @@
-"""The batch: rows of jagged columns, how they travel, and how the driver handles them without holding them."""
+"""The batch: rows of jagged columns, their wire format, and references to columns that the driver does not hold."""
 
 from __future__ import annotations
 

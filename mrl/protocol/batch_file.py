@@ -1,4 +1,4 @@
-"""A batch as one file: a header of JSON, the row ids, then each column as it travels. Nothing in it runs code."""
+"""A batch as one file: a JSON header, the row ids, then each column in wire format. It contains no code."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _FORMAT = b"mrl batch 1\n"
 _HASHED_FROM = len(_FORMAT) + hashlib.sha256().digest_size
 
 
-def batch_to_bytes(columns: Mapping[str, AnyColumn], row_ids: Index, told: Any) -> bytes:
-    """Return the bytes that stand for a batch on this machine, and for what is told beside it, which is JSON."""
+def batch_to_bytes(columns: Mapping[str, AnyColumn], row_ids: Index, metadata: Any) -> bytes:
+    """Return the bytes of a batch and of its metadata, which must be JSON."""
     wires = {}
     for name, column in columns.items():
-        assert not isinstance(column, RemoteColumn), "what is written is here"
+        assert not isinstance(column, RemoteColumn), "written columns must be local"
         wires[name] = encode(column, name)
     header = {
         "rows": len(row_ids),
         "columns": [[name, len(wire.head), len(wire.body)] for name, wire in wires.items()],
-        "told": told,
+        "told": metadata,
     }
     text = json.dumps(header).encode()
     parts = [part for wire in wires.values() for part in (wire.head, bytes(wire.body))]
@@ -38,7 +38,7 @@ def batch_to_bytes(columns: Mapping[str, AnyColumn], row_ids: Index, told: Any) 
 
 
 def batch_from_bytes(data: bytes) -> tuple[dict[str, Column], Index, Any]:
-    """Return the columns of the batch, its row ids, and what was told beside it."""
+    """Return the columns of the batch, its row ids, and its metadata."""
     try:
         (size,) = _LENGTH.unpack_from(data)
         header = json.loads(data[_LENGTH.size : _LENGTH.size + size])
@@ -51,7 +51,7 @@ def batch_from_bytes(data: bytes) -> tuple[dict[str, Column], Index, Any]:
             at += num_head + num_body
         if at != len(data) or any(len(column) != len(row_ids) for column in columns.values()):
             raise ValueError(
-                f"{len(data)} bytes are there, {at} are told of, or columns of other lengths than the rows"
+                f"it has {len(data)} bytes where {at} are expected, or the columns and row ids differ in length"
             )
         return columns, row_ids, header["told"]
     except (struct.error, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -59,26 +59,28 @@ def batch_from_bytes(data: bytes) -> tuple[dict[str, Column], Index, Any]:
 
 
 def write_batch(path: Path, columns: Mapping[str, AnyColumn], row_ids: Index, meta_info: Mapping[str, Any]) -> None:
-    """Write a batch with its hash into a file, which is whole or not there."""
+    """Write a batch and its hash to a file, atomically."""
     content = batch_to_bytes(columns, row_ids, meta_info)
     try:
         files.write_bytes(path, _FORMAT + hashlib.sha256(content).digest() + content)
     except OSError as error:
-        what = f"the batch of {len(content):,} bytes cannot be written: {error.strerror}"
-        raise BatchError(what, where=str(path), fix="name a file in a directory that exists and has space") from error
+        problem = f"cannot write the batch of {len(content):,} bytes: {error.strerror}"
+        raise BatchError(
+            problem, where=str(path), fix="choose a file in an existing directory with free space"
+        ) from error
 
 
 def read_batch(path: Path) -> tuple[dict[str, Column], Index, dict[str, Any]]:
-    """Return the columns, the row ids and the meta_info of a batch that `write_batch` wrote."""
-    fix = "name a file that DataProto.save_to_disk wrote, or save the batch again"
+    """Return columns, row ids and meta_info of a batch written by `write_batch`."""
+    fix = "choose a file written by DataProto.save_to_disk, or save the batch again"
     try:
         data = files.read_bytes(path, path.stat().st_size)
     except OSError as error:
-        raise WireError(f"the batch cannot be read: {error.strerror or error}", where=str(path), fix=fix) from error
+        raise WireError(f"cannot read the batch: {error.strerror or error}", where=str(path), fix=fix) from error
     content = data[_HASHED_FROM:]
     if not data.startswith(_FORMAT):
-        raise WireError("this file is not a batch of mrl", where=str(path), fix=fix)
+        raise WireError("this file is not an mrl batch", where=str(path), fix=fix)
     if data[len(_FORMAT) : _HASHED_FROM] != hashlib.sha256(content).digest():
-        what = f"the file is damaged: the hash of its {len(content):,} bytes is not the hash that was written"
-        raise WireError(what, where=str(path), fix=fix)
+        problem = f"the file is damaged: the hash of its {len(content):,} bytes is wrong"
+        raise WireError(problem, where=str(path), fix=fix)
     return batch_from_bytes(content)

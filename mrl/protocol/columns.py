@@ -1,9 +1,9 @@
-"""Row operations on one column, whatever its kind.
+"""Row operations on one column of any kind.
 
-A column is jagged (one sequence per row, nothing padded), a dense tensor `[rows, ...]`, or a numpy array of Python
-objects (strings, ground truths); or it is remote: the driver knows which stored part each row is in, and holds none.
-A jagged column is its values and its row lengths: torch's nested tensors, which users know, cost a hundred times more
-to make and are made of it only where somebody asks for one.
+A column is jagged (one sequence per row, without padding), a dense tensor `[rows, ...]`, or a numpy array of Python
+objects (strings, ground truths). Or it is remote: the driver knows the stored part of each row, but has no values. A
+jagged column consists of its values and row lengths: torch's nested tensors cost a hundred times more to create, so
+they are only created on request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 @dataclass(frozen=True, eq=False)
 class Jagged:
-    """One sequence per row: all rows' values one after another, and how many of them each row has."""
+    """One sequence per row: the concatenated values of all rows, and the length of each row."""
 
     values: Tensor
     lengths: Lengths
@@ -39,11 +39,11 @@ class Jagged:
         return len(self.lengths)
 
     def offsets(self) -> Tensor:
-        """Return where the rows begin and end among the values: `[0, l0, l0+l1, ...]`."""
+        """Return the offsets of the rows in the values: `[0, l0, l0+l1, ...]`."""
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)]))
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Return every row's values, as views."""
+        """Return each row's values, as views."""
         return torch.split(self.values, self.lengths.tolist())
 
 
@@ -51,17 +51,17 @@ class Jagged:
 class RemoteColumn:
     """Rows of one column, spread over stored parts.
 
-    The parts stay with whoever stores them (Ray's object store); a part is an opaque handle here. Reordering,
-    selecting, repeating or re-balancing rows changes two small integer arrays and moves no row.
+    The parts stay in the store (Ray's object store); here a part is an opaque handle. Reordering, selecting, repeating
+    or balancing rows changes two small integer arrays and moves no row.
     """
 
     parts: tuple[Any, ...]
     part_sizes: tuple[int, ...]
-    """Rows of each part as it is stored, whether they belong to this column or not."""
+    """Number of rows in each stored part, including rows that this column does not use."""
     part_of_row: npt.NDArray[np.int32]
     row_in_part: npt.NDArray[np.int32]
     lengths: Lengths | None
-    """Values per row where the column is jagged; None where it is not."""
+    """Number of values per row of a jagged column; None for other columns."""
 
     @classmethod
     def of_part(cls, part: Any, rows: int, lengths: Lengths | None) -> RemoteColumn:
@@ -75,7 +75,7 @@ class RemoteColumn:
         part_of_row = self.part_of_row[rows]
         used = part_of_row[:1] if len(part_of_row) else np.zeros(1, dtype=np.int32)
         if bool((part_of_row == used[0]).all()):
-            part_of_row = np.zeros_like(part_of_row)  # the usual case: a shard as it was made
+            part_of_row = np.zeros_like(part_of_row)  # the usual case: an unchanged shard
         else:
             used, positions = np.unique(part_of_row, return_inverse=True)
             part_of_row = positions.astype(np.int32)
@@ -89,7 +89,7 @@ class RemoteColumn:
 
     @classmethod
     def concat(cls, columns: Sequence[RemoteColumn]) -> RemoteColumn:
-        """Return the rows of all these columns, one after another; a part that several of them use is listed once."""
+        """Return the concatenated rows of these columns. Parts that several of them use are listed once."""
         if len(columns) == 1:
             return columns[0]
         parts: dict[Any, int] = {}
@@ -109,11 +109,11 @@ class RemoteColumn:
         )
 
     def is_whole_part(self) -> bool:
-        """Return whether these rows are one stored part, all of it and in its order: nothing has to be gathered."""
+        """Return whether these rows are one complete stored part in its order, so that nothing must be gathered."""
         return self.part_sizes == (len(self),) and bool(np.array_equal(self.row_in_part, np.arange(len(self))))
 
     def rows_among_parts(self) -> Index:
-        """Return where each row is when the rows of all parts are counted through."""
+        """Return the position of each row if the rows of all parts are numbered consecutively."""
         starts = np.cumsum([0, *self.part_sizes[:-1]], dtype=np.int64)
         return np.asarray(starts[self.part_of_row] + self.row_in_part)
 
@@ -127,7 +127,7 @@ AnyColumn: TypeAlias = Column | RemoteColumn
 
 
 def as_column(values: Tensor | Jagged | Sequence[Any], name: str) -> Column:
-    """Return a user's values as a column: tensors and jagged columns, or anything else as Python objects."""
+    """Return a user's values as a column: tensors, jagged columns, or anything else as Python objects."""
     if isinstance(values, (Tensor, Jagged)):
         return compact(from_torch(values, name) if isinstance(values, Tensor) else values, name)
     return values if isinstance(values, np.ndarray) and values.ndim == 1 else object_array(list(values))
@@ -138,8 +138,8 @@ def jagged(values: Tensor, lengths: npt.ArrayLike | Tensor) -> Jagged:
     column = Jagged(values, np.asarray(lengths, dtype=np.int32))
     if (total := int(column.lengths.sum())) != values.shape[0]:
         raise BatchError(
-            f"row lengths add up to {total}, but there are {values.shape[0]} values",
-            fix="pass one length per row, and all the rows' values one after another",
+            f"the row lengths sum to {total}, but there are {values.shape[0]} values",
+            fix="pass one length per row, and the concatenated values of all rows",
         )
     return column
 
@@ -147,14 +147,14 @@ def jagged(values: Tensor, lengths: npt.ArrayLike | Tensor) -> Jagged:
 def from_rows(rows: Sequence[Tensor | Sequence[float]]) -> Jagged:
     """Return the jagged column of these rows, each a tensor or a list of numbers."""
     tensors = [row if isinstance(row, Tensor) else torch.tensor(row) for row in rows]
-    # An empty Python list says nothing of its type and must not turn a column of ids into one of floats.
+    # An empty Python list has no type, and must not turn a column of ids into floats.
     filled = [tensor for tensor in tensors if tensor.numel()]
     values = torch.cat(filled) if filled else torch.zeros(0, dtype=torch.int32)
     return jagged(values, [len(tensor) for tensor in tensors])
 
 
 def from_torch(tensor: Tensor, name: str) -> Tensor | Jagged:
-    """Return a user's tensor as a column: nested tensors become jagged columns that share their values."""
+    """Return a user's tensor as a column. Nested tensors become jagged columns that share their values."""
     if not tensor.is_nested:
         return tensor
     if tensor.layout is not torch.jagged:
@@ -164,20 +164,20 @@ def from_torch(tensor: Tensor, name: str) -> Tensor | Jagged:
 
 
 def compact(column: Tensor | Jagged, name: str) -> Tensor | Jagged:
-    """Return a jagged column of 64-bit integers as 32-bit ones: token ids and positions never need more."""
+    """Return a jagged column of 64-bit integers as 32-bit integers, which suffice for token ids and positions."""
     if isinstance(column, Tensor) or column.values.dtype != torch.int64:
         return column
     values, limit = column.values, torch.iinfo(torch.int32)
     if values.numel() and (int(values.min()) < limit.min or int(values.max()) > limit.max):
         raise BatchError(
-            f"column `{name}` holds {int(values.abs().max())}, which does not fit the 32-bit ids of a jagged column",
+            f"column `{name}` contains {int(values.abs().max())}, which exceeds the 32-bit ids of a jagged column",
             fix="keep such numbers in a dense column (one per row), or store them as float64",
         )
     return Jagged(values.to(torch.int32), column.lengths)
 
 
 def take(column: AnyColumn, rows: Index | slice) -> AnyColumn:
-    """Return the given rows, in that order. A slice, with both its ends given, is a view, and anything else a copy."""
+    """Return these rows, in this order. A slice with both ends is a view, anything else a copy."""
     if isinstance(column, RemoteColumn):
         return column.take(rows)
     if not isinstance(rows, slice):
@@ -189,18 +189,18 @@ def take(column: AnyColumn, rows: Index | slice) -> AnyColumn:
 
 
 def gather(parts: Sequence[Column], rows: npt.NDArray[np.integer], name: str) -> Column:
-    """Return these rows out of the parts' rows, which are counted through from the first part to the last."""
+    """Return these rows of the parts, numbered consecutively from the first part to the last."""
     if not isinstance(parts[0], Jagged):
         whole = _concat_here(parts, name)
         return whole[torch.from_numpy(rows)] if isinstance(whole, Tensor) else whole[rows]  # type: ignore[index]
-    jagged_parts = _alike(parts, name)
-    pieces = [row for part in jagged_parts for row in part.rows()]  # so that each value is copied once
+    jagged_parts = _same_kind(parts, name)
+    pieces = [row for part in jagged_parts for row in part.rows()]  # so each value is copied once
     values = torch.cat([pieces[row] for row in rows.tolist()]) if len(rows) else parts[0].values[:0]
     return Jagged(values, np.concatenate([part.lengths for part in jagged_parts])[rows])
 
 
 def object_array(items: Sequence[Any]) -> Objects:
-    """Return a one-dimensional array of these objects, even where they are lists of equal length."""
+    """Return a one-dimensional array of these objects, even if they are lists of equal length."""
     array = np.empty(len(items), dtype=object)
     for index, item in enumerate(items):
         array[index] = item
@@ -208,13 +208,13 @@ def object_array(items: Sequence[Any]) -> Objects:
 
 
 def concat(columns: Sequence[AnyColumn], name: str) -> AnyColumn:
-    """Return the rows of all these columns, one after another."""
+    """Return the concatenated rows of all columns."""
     remote = [column for column in columns if isinstance(column, RemoteColumn)]
     if len(remote) == len(columns):
         return RemoteColumn.concat(remote)
     if remote:
         raise BatchError(
-            f"column `{name}` is stored in one batch and here in another", fix="store or fetch it in all of them"
+            f"column `{name}` is stored in one batch and local in another", fix="store or fetch it in all of them"
         )
     return _concat_here([column for column in columns if not isinstance(column, RemoteColumn)], name)
 
@@ -222,17 +222,17 @@ def concat(columns: Sequence[AnyColumn], name: str) -> AnyColumn:
 def _concat_here(columns: Sequence[Column], name: str) -> Column:
     if len(columns) == 1:
         return columns[0]
-    alike = _alike(columns, name)
+    parts = _same_kind(columns, name)
     if isinstance(columns[0], np.ndarray):
-        objects: Objects = np.concatenate(alike)
+        objects: Objects = np.concatenate(parts)
         return objects
     if isinstance(columns[0], Tensor):
-        return torch.cat(alike)
-    return Jagged(torch.cat([part.values for part in alike]), np.concatenate([part.lengths for part in alike]))
+        return torch.cat(parts)
+    return Jagged(torch.cat([part.values for part in parts]), np.concatenate([part.lengths for part in parts]))
 
 
-def _alike(columns: Sequence[Column], name: str) -> list[Any]:
-    """Return the same columns, now known to be of one kind."""
+def _same_kind(columns: Sequence[Column], name: str) -> list[Any]:
+    """Return the columns after checking that they have one kind."""
     signatures = {signature(column) for column in columns}
     if len(signatures) > 1:
         raise BatchError(
@@ -243,7 +243,7 @@ def _alike(columns: Sequence[Column], name: str) -> list[Any]:
 
 
 def signature(column: Column) -> str:
-    """Return what two columns must agree on to be concatenated, as a reader would say it."""
+    """Return a readable description of what two columns must share to be concatenated."""
     if isinstance(column, np.ndarray):
         return "objects"
     kind, values = ("jagged", column.values) if isinstance(column, Jagged) else ("dense", column)

@@ -1,10 +1,10 @@
-"""The wire format: a column as a short head and one contiguous body, read in place, and no pickle.
+"""Wire format of columns: a short head and one contiguous body that is read in place, without pickle.
 
     head: magic, header length | header (JSON) | row lengths, int32 (jagged only)       body: values
 
-The body is the column's own memory, so that storing it is its only copy: an object store lays head and body side by
-side in one object. What follows from something else is not sent: offsets follow from lengths, a mask that is all
-true from its number of rows. Reading checks every size before it is used.
+The body is the column's own memory, so storing it is its only copy: an object store puts head and body into one object.
+Derived data are not sent: offsets follow from lengths, an all-true mask from its number of values. Every size is
+checked before it is used.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _MAGIC = b"mrl1"
 _PREFIX = struct.Struct("<4sI")
 _MAX_HEADER_BYTES = 1 << 16
 
-# Buffers from an object store are read-only and torch says, once per process, that it cannot know that.
-# Columns are never changed in place (see DataProto), so let it be said here, unheard.
+# Buffers from an object store are read-only, and torch warns once per process that it cannot know this.
+# Columns are never changed in place (see DataProto), so trigger the warning here and suppress it.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def encode(column: Column, name: str) -> Wire:
-    """Return the bytes that stand for a column; the body may share the column's memory."""
+    """Return the bytes of a column. The body may share the column's memory."""
     if isinstance(column, np.ndarray):
         return _encode_objects(column, name)
     lengths, values = (column.lengths, column.values) if isinstance(column, Jagged) else (None, column)
@@ -56,7 +56,7 @@ def encode(column: Column, name: str) -> Wire:
     dtype = dtype_name(values.dtype)
     if dtype not in ITEM_BYTES:
         raise BatchError(
-            f"column `{name}` has dtype {dtype}, which cannot travel", fix=f"use one of {', '.join(ITEM_BYTES)}"
+            f"column `{name}` has dtype {dtype}, which cannot be sent", fix=f"use one of {', '.join(ITEM_BYTES)}"
         )
     header: dict[str, Any] = {
         "kind": "dense" if lengths is None else "jagged",
@@ -76,8 +76,8 @@ def _encode_objects(column: Objects, name: str) -> Wire:
         text = json.dumps(column.tolist(), ensure_ascii=False, allow_nan=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError) as error:
         raise BatchError(
-            f"column `{name}` cannot travel: {error}",
-            fix="object columns hold JSON values: strings, numbers, booleans, lists, dicts",
+            f"column `{name}` cannot be sent: {error}",
+            fix="use JSON values in object columns: strings, numbers, booleans, lists, dicts",
         ) from error
     header = {"kind": "objects", "rows": len(column), "bytes": len(text)}
     return Wire(_head(header, None), np.frombuffer(text, dtype=np.uint8))
@@ -89,14 +89,14 @@ def _head(header: dict[str, Any], lengths: Lengths | None) -> bytes:
 
 
 def decode(wire: Wire) -> Column:
-    """Return the column that the bytes stand for; tensors share the body's memory and must not be written to."""
+    """Return the column of these bytes. Tensors share the body's memory and must not be written to."""
     header, rest = _read_header(wire.head)
     try:
         kind = header["kind"]
         if kind == "objects":
             return _decode_objects(wire.body, int(header["rows"]), int(header["bytes"]))
         if kind not in ("dense", "jagged"):
-            raise WireError(f'unknown kind of column "{kind}"')
+            raise WireError(f'unknown column kind "{kind}"')
         rows = int(header["rows"]) if kind == "jagged" else None
         shape = [int(size) for size in header["shape"]]
         dtype = torch_dtype(header["dtype"])
@@ -107,19 +107,19 @@ def decode(wire: Wire) -> Column:
     lengths = _read_lengths(rest, rows)
     total = int(lengths.sum(dtype=np.int64))
     if not shape or (rows and int(lengths.min()) < 0) or total != shape[0]:
-        raise WireError(f"row lengths add up to {total}, but the column has shape {shape}")
+        raise WireError(f"the row lengths sum to {total}, but the column has shape {shape}")
     if header.get("constant") and shape == [total]:
         return Jagged(torch.ones(total, dtype=torch.bool), lengths)
     return Jagged(_read_values(wire.body, shape, dtype), lengths)
 
 
 def _read_header(head: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the header, and what follows it in the head."""
+    """Return the header and the rest of the head."""
     if len(head) < _PREFIX.size:
         raise WireError(f"{len(head)} bytes are too few for a column")
     magic, size = _PREFIX.unpack_from(head)
     if magic != _MAGIC:
-        raise WireError(f"not a column of this format: it begins with {magic!r}, not {_MAGIC!r}")
+        raise WireError(f"this is not a column in this format: it begins with {magic!r}, not {_MAGIC!r}")
     if size > _MAX_HEADER_BYTES or _PREFIX.size + size > len(head):
         raise WireError(f"the header claims {size} bytes of a head of {len(head)}")
     try:
@@ -133,7 +133,7 @@ def _read_header(head: bytes) -> tuple[dict[str, Any], bytes]:
 
 def _read_lengths(section: bytes, rows: int) -> Lengths:
     if rows < 0 or rows * 4 != len(section):
-        raise WireError(f"{rows} row lengths do not fit the {len(section)} bytes that follow the header")
+        raise WireError(f"{rows} row lengths do not match the {len(section)} bytes after the header")
     return np.frombuffer(section, dtype=np.int32)
 
 
@@ -142,7 +142,7 @@ def _read_values(section: Buffer, shape: list[int], dtype: torch.dtype) -> Tenso
         raise WireError(f"a column cannot have shape {shape}")
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes != len(section):
-        raise WireError(f"shape {shape} of {dtype} takes {num_bytes} bytes, but {len(section)} are there")
+        raise WireError(f"shape {shape} of {dtype} takes {num_bytes} bytes, but there are {len(section)}")
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(section, dtype=dtype).view(shape)
@@ -150,11 +150,11 @@ def _read_values(section: Buffer, shape: list[int], dtype: torch.dtype) -> Tenso
 
 def _decode_objects(section: Buffer, rows: int, num_bytes: int) -> Objects:
     if num_bytes != len(section):
-        raise WireError(f"an object column of {num_bytes} bytes arrived with {len(section)}")
+        raise WireError(f"an object column should have {num_bytes} bytes, but has {len(section)}")
     try:
         items = json.loads(bytes(section).decode("utf-8", "surrogatepass"))
     except ValueError as error:
         raise WireError(f"an object column is not JSON: {error}") from error
     if not isinstance(items, list) or len(items) != rows:
-        raise WireError(f"an object column of {rows} rows does not hold a list of that length")
+        raise WireError(f"an object column should be a list of {rows} rows, but is not")
     return object_array(items)

@@ -1,1 +1,1 @@
-"""vLLM replicas: requests in, samples out, and the weights that reach them."""
+"""vLLM replicas: requests, samples, and weight updates."""

@@ -1,4 +1,4 @@
-"""What every rollout engine does, and the rules that hold for all of them: who may ask for what, and when."""
+"""Behavior and rules common to all rollout engines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 
 Part = Literal["weights", "kv_cache"]
 Cache = Literal["recompute", "keep"]
-"""What becomes of the keys and values of samples under way when weights come in flight."""
+"""Treatment of the keys and values of samples under way when weights arrive in flight."""
 
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """The memory of one device of an engine that sleeps, as its driver counts it."""
+    """Memory of one device of a sleeping engine, as the driver reports it."""
 
     free_bytes: int
     total_bytes: int
     wanted_bytes: int
-    """What one part of the engine takes when it wakes."""
+    """Bytes that one part of the engine needs to wake up."""
 
     @property
     def lacking_bytes(self) -> int:
@@ -37,52 +37,52 @@ class FreeMemory:
 @dataclass(frozen=True)
 class EngineSettings:
     model: Path
-    """A directory in Hugging Face format."""
+    """Directory in Hugging Face format."""
     dtype: str
     device: Literal["cpu", "cuda"]
     max_tokens: int
-    """Of a prompt and its response together."""
+    """Largest length of a prompt with its response."""
     vocab: int
     sockets: Path
-    """The run's private directory for the sockets that weights arrive through."""
+    """The run's private directory of sockets for incoming weights."""
     replica: str
     tp: int = 1
     vllm: dict[str, Any] = field(default_factory=dict)
-    """Arguments that are passed on to vLLM."""
+    """Arguments for vLLM."""
     share: int = 0
-    """Samples that it may have under way, from which follows how many it works on at a time."""
+    """Largest number of samples under way, which determines how many are processed at a time."""
     loads_files: bool = False
-    """Whether it serves what the model's files hold; else its weights come from the trainer."""
+    """Whether weights come from the model's files; otherwise the trainer sends them."""
     reads_text: bool = False
-    """Whether responses end at texts, so that the engine needs the tokenizer."""
+    """Whether texts may end responses, for which the engine needs the tokenizer."""
     takes_weights_in_flight: bool = False
     """Whether weights may change between two tokens of a sample."""
     records: Path | None = None
-    """The run in whose directory it is written down what the engine is asked when."""
+    """Run whose directory gets the schedule of the engine's calls."""
     replays: Path | None = None
-    """The run that is followed in that."""
+    """Run whose schedule is replayed."""
 
 
 class RolloutEngine(ABC):
-    """One model that generates. Requests start and finish independently.
+    """A model that generates. Requests start and finish independently.
 
-    Weights change in between, or between two tokens of those under way, whose first token of each version is noted.
+    Weights change between samples, or between tokens of samples under way; the first token of each version is recorded.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.weight_version: int | None = None
-        """None while what it holds came from a file, or from an update that failed."""
+        """None if the weights come from a file or from a failed update."""
         self.unfinished: dict[str, list[tuple[int, int]]] = {}
-        """The samples that it has begun: from which of its tokens on which version of the weights draws each."""
+        """Samples under way: for each, the first tokens and versions of the weights that draw from there on."""
         self.full_tensor_reason = ""
-        """Why fused and sharded tensors cannot be written into this engine; empty where they can."""
+        """Why fused and sharded tensors cannot be written into this engine; empty if they can."""
         self.resident: set[Part] = {"weights", "kv_cache"}
 
     def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         self._need("weights", "kv_cache")
         if self.weight_version is None:
-            raise RolloutError(f"{self.settings.replica} is stale: it holds no weights that the trainer has sent")
+            raise RolloutError(f"{self.settings.replica} is stale: it has not received weights from the trainer")
         for request in requests:
             check_request(request, self.settings)
         keys = {request.key for request in requests}
@@ -103,28 +103,28 @@ class RolloutEngine(ABC):
         self.unfinished.clear()
 
     def receive_weights(self, version: int, cache: Cache | None = None) -> None:
-        """Take in one version of the weights, whole or not at all, and forget what was computed with another.
+        """Load one version of the weights, completely or not at all, and drop caches computed with other weights.
 
-        With samples under way that is refused, unless it is said what becomes of what was computed for them.
+        With samples under way, `cache` is required: it decides about what was computed for them.
         """
         self._need("weights")
         if self.unfinished and cache is None:
             raise RolloutError(f"{self.settings.replica} got new weights with {len(self.unfinished)} samples under way")
         num_written = self._num_written() if self.unfinished else {}
-        self.weight_version = None  # what a failed update leaves behind is of no version
+        self.weight_version = None  # a failed update leaves no valid version
         if not self.settings.loads_files:
             self._receive_weights(version, keeps_cache=cache == "keep")
         self.weight_version = version
         for key, first in num_written.items():
-            drawn_by = self.unfinished[key]
-            if drawn_by[-1][0] == first:
-                drawn_by.pop()  # those drew nothing of it
-            drawn_by.append((first, version))
+            versions = self.unfinished[key]
+            if versions[-1][0] == first:
+                versions.pop()  # the previous version drew no token
+            versions.append((first, version))
 
     def sleep(self, *, keep: bool = False) -> None:
-        """Give the device's memory back: weights are sent again, and the cache is worth nothing after that.
+        """Free the device memory. Weights must be sent again afterwards, and the cache is lost.
 
-        What is under way goes on after that where it is to be kept; else there must be nothing.
+        With `keep`, samples under way continue afterwards; without it, there must be none.
         """
         self._need("weights", "kv_cache")
         if self.unfinished and not keep:
@@ -134,12 +134,13 @@ class RolloutEngine(ABC):
         self.weight_version = None
 
     def wake(self, part: Part) -> list[FreeMemory]:
-        """Take the memory of one part again: first the weights, and the cache once they are there.
+        """Allocate the memory of one part again: first the weights, then, once they are loaded, the cache.
 
-        Where a device has not got it, the part sleeps on, and the devices of the engine are returned.
+        If a device has too little free memory, the part stays asleep. Return the memory of the engine's devices in this
+        case.
         """
         if part in self.resident or (part == "kv_cache" and "weights" not in self.resident):
-            raise RolloutError(f"{self.settings.replica} cannot wake its {part}: awake are {sorted(self.resident)}")
+            raise RolloutError(f"{self.settings.replica} cannot wake its {part}: awake: {sorted(self.resident)}")
         rooms = self._wake(part)
         if not rooms:
             self.resident.add(part)
@@ -147,11 +148,11 @@ class RolloutEngine(ABC):
 
     def _need(self, *parts: Part) -> None:
         if asleep := sorted({*parts} - self.resident):
-            raise RolloutError(f"{self.settings.replica} sleeps: its {' and '.join(asleep)} must be woken first")
+            raise RolloutError(f"{self.settings.replica} is asleep: wake its {' and '.join(asleep)} first")
 
     @abstractmethod
     def close(self) -> None:
-        """End every process of the engine."""
+        """End all processes of the engine."""
 
     @abstractmethod
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None: ...
@@ -164,45 +165,45 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _num_written(self) -> Mapping[str, int]:
-        """Return how many tokens each sample under way has."""
+        """Return the number of tokens of each sample under way."""
 
     @abstractmethod
     def _receive_weights(self, version: int, *, keeps_cache: bool) -> None:
-        """Take them in; unless it is kept, forget what was computed, also for the samples under way."""
+        """Load the weights. Unless the cache is kept, drop it, also for samples under way."""
 
     @abstractmethod
     def _sleep(self) -> None:
-        """Give all memory back; what was computed for the samples under way is computed anew when they go on."""
+        """Free all memory. Samples under way are recomputed when they continue."""
 
     @abstractmethod
     def _wake(self, part: Part) -> list[FreeMemory]: ...
 
 
 def can_step(engine: RolloutEngine) -> bool:
-    """Return whether there is something under way, and all that it takes to go on with it."""
+    """Return whether samples are under way and the engine has everything to continue them."""
     return bool(engine.unfinished) and engine.weight_version is not None and len(engine.resident) == 2
 
 
 def need_version(engine: RolloutEngine, version: int) -> None:
-    """Refuse to serve with other weights than these."""
-    if (held := engine.weight_version) != version:
-        raise RolloutError(f"{engine.settings.replica} is stale: it holds weights {held}, not version {version}")
+    """Raise an error unless the engine has these weights."""
+    if (version_held := engine.weight_version) != version:
+        raise RolloutError(f"{engine.settings.replica} is stale: it has weights {version_held}, not version {version}")
 
 
 def engine_class(name: str) -> type[RolloutEngine]:
-    """The engine of that name, or the class at `package.module:attribute`; only what is used is loaded."""
+    """Return the engine class of that name or at `package.module:attribute`. Nothing else is imported."""
     if name not in ENGINES and ":" not in name:
         raise NameUnknown(f'unknown rollout engine "{name}"', fix=did_you_mean(name, ENGINES))
-    found: type[RolloutEngine] = load_attribute(ENGINES.get(name, name))
-    return found
+    engine: type[RolloutEngine] = load_attribute(ENGINES.get(name, name))
+    return engine
 
 
 def check_request(request: GenerationRequest, settings: EngineSettings) -> None:
-    """Refuse what an engine would cut short, or look up beyond its table, without a word."""
+    """Raise an error on a request that an engine would silently cut, or with token ids beyond the vocabulary."""
     num_prompt = len(request.prompt_ids)
     if not num_prompt or request.max_tokens < 1 or num_prompt + request.max_tokens > settings.max_tokens:
         raise RolloutError(
-            f"{num_prompt} prompt tokens and {request.max_tokens} more do not fit into {settings.max_tokens}",
+            f"{num_prompt} prompt tokens and {request.max_tokens} new tokens exceed the limit of {settings.max_tokens}",
             where=request.key,
         )
     if request.prompt_ids.min() < 0 or request.prompt_ids.max() >= settings.vocab:
@@ -214,33 +215,34 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What a process has of its GPU: taken from the driver by torch's allocator, and of that in use."""
+    """GPU memory of a process: reserved from the driver by torch's allocator, and the part of it in use."""
 
     reserved_bytes: int
     allocated_bytes: int
 
 
 def device_full(
-    part: Part, device: str, room: FreeMemory, held: Mapping[str, RoleMemory], vllm: Mapping[str, Any]
+    part: Part, device: str, room: FreeMemory, memory_by_role: Mapping[str, RoleMemory], vllm: Mapping[str, Any]
 ) -> DeviceFull:
-    """The error, with what each role's process holds, and the key that would make room; `vllm` is `rollout.vllm`."""
-    others = room.total_bytes - room.free_bytes - sum(each.reserved_bytes for each in held.values())
+    """Return the error: it lists the memory of each role's process, and the key to change. `vllm` is `rollout.vllm`."""
+    other_bytes = room.total_bytes - room.free_bytes - sum(memory.reserved_bytes for memory in memory_by_role.values())
     holders = [
-        f"{role} {_gib(each.reserved_bytes)} ({_gib(each.allocated_bytes)} in use)" for role, each in held.items()
+        f"{role} {_gib(memory.reserved_bytes)} ({_gib(memory.allocated_bytes)} in use)"
+        for role, memory in memory_by_role.items()
     ]
-    what = (
-        f"waking an engine's {part} takes {_gib(room.wanted_bytes)}, and {_gib(room.free_bytes)} of "
-        f"{_gib(room.total_bytes)} are free: {_gib(room.lacking_bytes)} too little. Held by {', '.join(holders)}; "
-        f"{_gib(others)} by CUDA, the engine itself and other programs"
+    problem = (
+        f"waking an engine's {part} takes {_gib(room.wanted_bytes)}, but only {_gib(room.free_bytes)} of "
+        f"{_gib(room.total_bytes)} are free ({_gib(room.lacking_bytes)} too little). Reserved by {', '.join(holders)}; "
+        f"{_gib(other_bytes)} by CUDA, the engine itself and other programs"
     )
-    largest = max(held, key=lambda role: held[role].reserved_bytes)
-    fix = f"a smaller {largest}.max_tokens_per_device, or end other programs on it (nvidia-smi)"
+    largest = max(memory_by_role, key=lambda role: memory_by_role[role].reserved_bytes)
+    fix = f"reduce {largest}.max_tokens_per_device, or end other programs on the device (nvidia-smi)"
     if part == "kv_cache" and (cache := vllm.get("kv_cache_memory_bytes")) is not None:
-        fix = f"rollout.vllm.kv_cache_memory_bytes={max(0, cache - room.lacking_bytes)}; or {fix}"
+        fix = f"set rollout.vllm.kv_cache_memory_bytes={max(0, cache - room.lacking_bytes)}; or {fix}"
     elif part == "kv_cache":
         utilization = vllm.get("gpu_memory_utilization", DEFAULT_UTILIZATION) - room.lacking_bytes / room.total_bytes
-        fix = f"rollout.vllm.gpu_memory_utilization={math.floor(100 * utilization) / 100:g}; or {fix}"
-    return DeviceFull(what, where=device, fix=fix)
+        fix = f"set rollout.vllm.gpu_memory_utilization={math.floor(100 * utilization) / 100:g}; or {fix}"
+    return DeviceFull(problem, where=device, fix=fix)
 
 
 def _gib(num_bytes: int) -> str:

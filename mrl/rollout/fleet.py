@@ -1,4 +1,4 @@
-"""All rollout replicas as one: what is asked of it comes back complete and in order, whoever dies meanwhile."""
+"""All rollout replicas as one engine: results are complete and in order, even if replicas die."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from mrl.rollout.schedule import FleetSchedule
 from mrl.rollout.scheduler import MAX_IN_FLIGHT, Pace, RequestScheduler
 
 WAIT_S = 0.5
-"""How long a replica waits for something to be finished before it answers that nothing was."""
+"""Longest wait of a replica for a finished sample before it answers."""
 FOLLOW_UP_WAIT_S = 0.02
-"""The same where more may be asked for meanwhile: a request waits as long until its replica listens again."""
+"""The same if more requests may come meanwhile: they wait this long until the replica accepts them."""
 _LOOK_S = 0.05
-"""Between two looks whether the trainer can send, where a replica waits for weights."""
+"""Pause between two checks whether the trainer can send, while a replica waits for weights."""
 
 StartReplica = Callable[[int], RayWorkerGroup]
 SendWeights = Callable[[Sequence[int], int], None]
-"""Has the trainer hand a version to the replicas of these numbers; raises where it could not."""
+"""Makes the trainer send a version to the replicas with these numbers; raises an error on failure."""
 NewestWeights = Callable[[], AbstractContextManager[int | None]]
-"""Which version the trainer can send for the length of the block; None while it computes."""
+"""Yields the version that the trainer can send during the block; None while it computes."""
 
 
 class FollowUps(Protocol):
-    """Requests that arise while others are generated, as the next turns of conversations do."""
+    """Requests that arise during generation, such as the next turns of conversations."""
 
     def take(self) -> Sequence[GenerationRequest]:
-        """Return those that there are by now."""
+        """Return the requests that have arisen so far."""
 
     def arriving(self) -> Future[Any] | None:
-        """Return what is done when there may be more; None where more can only follow what is generated now."""
+        """Return a future that is done when there may be more; None if only generation can lead to more."""
 
 
 @dataclass(frozen=True)
 class _Poll:
-    """A replica that is asked what it has finished, and the version of its weights then."""
+    """A pending poll of a replica for finished samples, and the version of its weights at the time."""
 
     index: int
     replica: RayWorkerGroup
@@ -53,10 +53,10 @@ class _Poll:
 
 
 class RolloutFleet:
-    """Replicas by number, started at once; whatever is asked of them first waits for them.
+    """Replicas by number, started in parallel; the first call waits for them.
 
-    A replica serves only while it holds weights of the trainer: those that are asked for, or, where it has started
-    since and the trainer has gone on, the newest that it could be sent. Each sample says what drew it.
+    A replica serves only with weights from the trainer: the requested version or, if it started later and the trainer
+    has continued, the newest version that it could get. Each sample records its version.
     """
 
     def __init__(
@@ -68,42 +68,42 @@ class RolloutFleet:
         events: EventLog,
         newest: NewestWeights | None = None,
     ) -> None:
-        """Start them. Without `newest` the trainer can send what is asked for at any time."""
+        """Start the replicas. Without `newest`, the trainer can send the requested version at any time."""
         self._start, self._send_weights, self._limits, self._events = start, send_weights, limits, events
         self._version = 0
         self._newest = newest or (lambda: nullcontext(self._version))
         self._schedule = FleetSchedule(limits.replays, num_replicas)
         self._work = RequestScheduler((), num_replicas)
         self._asked: dict[Future[Any], _Poll] = {}
-        """What replicas are asked at the moment: before that is answered nothing else is asked of them."""
+        """Pending polls. A replica gets no other call before its poll is answered."""
         self.is_closing = False
-        """Set to have the `stream` of another thread end, by an error."""
+        """Set this to end the `stream` of another thread with an error."""
         self.generating_s = 0.0
-        """Seconds in which some replica had samples under way."""
+        """Seconds in which at least one replica had samples under way."""
         self._threads = ThreadPoolExecutor(num_replicas, "replica")
         self._replicas: dict[int, RayWorkerGroup] = {}
         self.versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
-        """Of the weights that each replica serves with; None where it does not."""
+        """Version of the weights that each replica serves with; None if it does not serve."""
         self._unseen_versions: defaultdict[int, set[int]] = defaultdict(set)
-        """Of the weights that may have drawn what a replica has finished and nobody has asked for yet."""
+        """Versions of the weights that may have drawn a replica's finished, uncollected samples."""
         self._starting: dict[int, Future[RayWorkerGroup]] = {}
         self.unprobed: set[int] = set()
-        """Those that have not been asked since they started."""
+        """Replicas that have not been probed since their start."""
         self._pace = Pace(events)
         self._served: set[int] = set()
-        """Those that have finished a sample since they started: what breaks them is not what they are."""
+        """Replicas that have finished a sample since their start. If one fails, the prompt may be the cause."""
         self._start_missing()
 
     @cached_property
     def full_tensor_reason(self) -> str:
-        """Why whole Hugging Face tensors must be sent instead of fused and sharded ones; empty where they need not."""
+        """Why full Hugging Face tensors must be sent instead of fused and sharded ones; empty if that is not needed."""
         self._join(waits=True)
         return str(self._replicas[0].full_tensor_reason())
 
     def update(self, version: int, cache: Cache | None = None) -> None:
-        """Bring every replica to this version, with `cache` those too that have samples under way.
+        """Bring all replicas to this version; with `cache`, also those with samples under way.
 
-        One that dies meanwhile is replaced by the next `stream`.
+        A replica that dies meanwhile is replaced by the next `stream`.
         """
         self._join(waits=True)
         wait(self._asked)
@@ -117,9 +117,9 @@ class RolloutFleet:
         follow_ups: FollowUps | None = None,
         cache: Cache | None = None,
     ) -> Iterator[Generated]:
-        """The samples as they are finished; whoever stops asking for more makes the replicas forget the rest.
+        """Yield the samples as they finish. If the caller stops iterating, the replicas drop the rest.
 
-        With `cache` the samples under way go on with newer weights whenever the trainer can send such.
+        With `cache`, samples under way continue with newer weights whenever the trainer can send some.
         """
         _check_requests(requests, self._limits)
         self._join(waits=True)
@@ -129,12 +129,12 @@ class RolloutFleet:
         in_flight = 1 if sampling.alone else max(MAX_IN_FLIGHT, self._limits.vllm.get("max_num_seqs") or 0)
         work = RequestScheduler(requests, len(self.versions), in_flight)
         self._work = work
-        asked = self._asked = {}
+        polls = self._asked = {}
         wait_s = FOLLOW_UP_WAIT_S if follow_ups else WAIT_S
         try:
             while True:
                 if self.is_closing:
-                    raise RolloutError("the run ends while samples are generated")
+                    raise RolloutError("the run ended while samples were generated")
                 if follow_ups:
                     _check_requests(more := follow_ups.take(), self._limits)
                     work.add(more)
@@ -143,16 +143,16 @@ class RolloutFleet:
                     return
                 self._start_missing()
                 self._join()
-                yield from self._take_weights(asked, cache)
-                self._ask(asked, sampling, wait_s)
-                awaited = [*asked, *self._starting.values(), *([arriving] if arriving else [])]
-                is_waiting, began = cache is not None or None in self.versions.values(), time.monotonic()
-                done, _ = wait(awaited, _LOOK_S if is_waiting else WAIT_S, FIRST_COMPLETED)
-                self.generating_s += time.monotonic() - began if asked else 0.0
-                for future in done & asked.keys():
-                    yield from self._collect(future, asked.pop(future))
+                yield from self._take_weights(polls, cache)
+                self._ask(polls, sampling, wait_s)
+                awaited = [*polls, *self._starting.values(), *([arriving] if arriving else [])]
+                is_short, began = cache is not None or None in self.versions.values(), time.monotonic()
+                done, _ = wait(awaited, _LOOK_S if is_short else WAIT_S, FIRST_COMPLETED)
+                self.generating_s += time.monotonic() - began if polls else 0.0
+                for future in done & polls.keys():
+                    yield from self._collect(future, polls.pop(future))
         finally:
-            wait(asked)
+            wait(polls)
             self._pace.rollout_ends()
             self._schedule.advance(busy := [index for index in self._replicas if work.in_flight(index)])
             self._call(busy, "abort")
@@ -161,32 +161,32 @@ class RolloutFleet:
     def probe(
         self, request: GenerationRequest, sampling: Sampling, version: int, *, everyone: bool
     ) -> dict[int, Generated]:
-        """The same request, answered by every replica that serves, or by those alone that are new; by replica.
+        """Send one request to all serving replicas, or only to new ones. Return the answers by replica.
 
-        One that dies meanwhile, or whose answer cannot be right, has no answer.
+        A replica that dies meanwhile, or whose answer is impossible, has no answer.
         """
-        asked = {
+        futures = {
             index: self._threads.submit(_probe_replica, replica, request, sampling, version)
             for index, replica in self._replicas.items()
             if self.versions[index] == version and (everyone or index in self.unprobed)
         }
-        self._schedule.advance(asked)
+        self._schedule.advance(futures)
         answers = {}
-        for index, future in asked.items():
+        for index, future in futures.items():
             try:
                 answer = future.result()
             except WorkerError as error:
                 self._drop_replica(index, error.what, num_asked=1)
                 continue
-            if wrong := wrong_answer([answer], {request.key: request}, {version}, self._limits.vocab):
-                self._drop_replica(index, f"its answer cannot be right: {wrong}", num_asked=1)
+            if problem := wrong_answer([answer], {request.key: request}, {version}, self._limits.vocab):
+                self._drop_replica(index, f"its answer is impossible: {problem}", num_asked=1)
             else:
                 answers[index] = answer
         self.unprobed -= answers.keys()
         return answers
 
     def sleep(self, *, keep: bool = False) -> None:
-        """Have every replica give its memory back; with `keep`, what is under way goes on after that."""
+        """Make all replicas free their memory. With `keep`, samples under way continue afterwards."""
         self._join(waits=True)
         wait(self._asked)
         self._schedule.advance(self._replicas)
@@ -194,7 +194,10 @@ class RolloutFleet:
         self.versions = dict.fromkeys(self.versions)
 
     def wake(self, part: Part) -> dict[int, list[FreeMemory]]:
-        """Have every replica take one part of its memory again; by replica its devices, where one has not got it."""
+        """Make all replicas allocate one part of their memory.
+
+        Return the devices of replicas without enough memory.
+        """
         return self._call(list(self._replicas), "wake", part)
 
     def close(self) -> None:
@@ -204,11 +207,11 @@ class RolloutFleet:
             replica.shutdown()
         self._threads.shutdown()
 
-    def _ask(self, asked: dict[Future[Any], _Poll], sampling: Sampling, wait_s: float) -> None:
-        """Give every replica that serves, and has answered what it was asked, its share."""
+    def _ask(self, polls: dict[Future[Any], _Poll], sampling: Sampling, wait_s: float) -> None:
+        """Give its share to each serving replica that has answered its last poll."""
         work = self._work
         serving = {index: version for index in self._replicas if (version := self.versions[index]) is not None}
-        busy = {poll.index for poll in asked.values() if self._replicas.get(poll.index) is poll.replica}
+        busy = {poll.index for poll in polls.values() if self._replicas.get(poll.index) is poll.replica}
         for index in serving.keys() - busy:
             if (call := self._schedule.next(index)) is None:
                 requests = work.assign(index, len(serving))
@@ -218,7 +221,7 @@ class RolloutFleet:
                 replica = self._replicas[index]
                 version = serving[index]
                 submitted = self._threads.submit(_timed, replica.submit_and_poll, requests, sampling, version, wait_s)
-                asked[submitted] = _Poll(index, replica, version)
+                polls[submitted] = _Poll(index, replica, version)
 
     def _collect(self, future: Future[Any], poll: _Poll) -> Sequence[Generated]:
         work, index, replica = self._work, poll.index, poll.replica
@@ -228,36 +231,41 @@ class RolloutFleet:
             if self._replicas.get(index) is replica:
                 self._drop_replica(index, error.what)
             return ()
-        if self._replicas.get(index) is not replica:  # it was let go meanwhile, and others have its requests
+        if self._replicas.get(index) is not replica:  # it was dropped meanwhile, and others have its requests
             return ()
         answer, seconds = answered
         if isinstance(answer, RolloutError):
             raise answer
         unseen = self._unseen_versions[index]
-        if wrong := wrong_answer(answer, work.in_flight(index), unseen, self._limits.vocab):
-            self._drop_replica(index, f"its answer cannot be right: {wrong}", wrong=wrong)
+        if problem := wrong_answer(answer, work.in_flight(index), unseen, self._limits.vocab):
+            self._drop_replica(index, f"its answer is impossible: {problem}", wrong=problem)
             return ()
-        self._unseen_versions[index] = {each for each in unseen if each >= poll.version}
+        self._unseen_versions[index] = {version for version in unseen if version >= poll.version}
         work.finish(index, answer)
         self._pace.note(index, sum(len(sample.token_ids) for sample in answer), seconds)
         if answer:
             self._served.add(index)
         return [replace(sample, replica=index) for sample in answer]
 
-    def _take_weights(self, asked: dict[Future[Any], _Poll], cache: Cache | None) -> list[Generated]:
-        """Bring replicas that hold none to the newest weights, and with `cache` all, if the trainer can send now.
+    def _take_weights(self, polls: dict[Future[Any], _Poll], cache: Cache | None) -> list[Generated]:
+        """Bring replicas without weights, or with `cache` all replicas, to the newest version, if the trainer can send
+        it.
 
-        Return what those had finished that were asked before.
+        Return the samples that these replicas had finished.
         """
         with self._newest() as version:
             if version is None:
                 return []
-            held = {index: self.versions[index] for index in self._replicas}
-            stale = [index for index, has in held.items() if has is None or (cache is not None and has != version)]
+            versions = {index: self.versions[index] for index in self._replicas}
+            stale = [
+                index
+                for index, version_held in versions.items()
+                if version_held is None or (cache is not None and version_held != version)
+            ]
             if not stale or not self._schedule.are_next(version, stale):
                 return []
-            of_stale = [future for future, poll in asked.items() if poll.index in stale]
-            samples = [sample for future in of_stale for sample in self._collect(future, asked.pop(future))]
+            stale_polls = [future for future, poll in polls.items() if poll.index in stale]
+            samples = [sample for future in stale_polls for sample in self._collect(future, polls.pop(future))]
             if cache is not None:
                 self._work.forgive()
                 self._pace.rollout_ends()
@@ -265,11 +273,11 @@ class RolloutFleet:
         return samples
 
     def _sync_weights(self, indices: Sequence[int], version: int, cache: Cache | None = None) -> None:
-        """Have these replicas receive while the trainer sends; those that die are let go, and the rest tries again."""
+        """Send the weights to these replicas. Replicas that die are dropped, and the rest is tried again."""
         self.versions |= dict.fromkeys(indices)
-        told = (version,) if cache is None else (version, cache)
+        arguments = (version,) if cache is None else (version, cache)
         self._schedule.advance(indices)
-        calls = {index: self._replicas[index].receive_weights.future(*told) for index in indices}
+        calls = {index: self._replicas[index].receive_weights.future(*arguments) for index in indices}
         failures: list[MrlError] = []
         try:
             self._send_weights(indices, version)
@@ -282,7 +290,7 @@ class RolloutFleet:
                 self.versions[index] = version
                 self._unseen_versions[index].add(version)
                 self._events.write(ReplicaServes(index, version))
-            except WorkerRaised as error:  # it lives; perhaps the trainer left it because of another
+            except WorkerRaised as error:  # it is alive; another replica may have broken the transfer
                 failures.append(error)
                 raised.append(index)
             except WorkerError as error:
@@ -302,10 +310,10 @@ class RolloutFleet:
                 self._drop_replica(index, error.what)
         return answers
 
-    def _drop_replica(self, index: int, said: str, *, num_asked: int = 0, wrong: str = "") -> None:
-        """Let go of one that has died, or whose answer is wrong; others do what it had in hand."""
+    def _drop_replica(self, index: int, message: str, *, num_asked: int = 0, wrong: str = "") -> None:
+        """Remove a replica that died or gave an impossible answer. Others get its requests."""
         num_unfinished, has_served = len(self._work.in_flight(index)), index in self._served
-        self._events.write(ReplicaLost(index, said.partition("\n")[0], num_unfinished + num_asked))
+        self._events.write(ReplicaLost(index, message.partition("\n")[0], num_unfinished + num_asked))
         self._served.discard(index)
         self._unseen_versions.pop(index, None)
         self.versions[index] = None
@@ -313,7 +321,7 @@ class RolloutFleet:
         if wrong:
             self._work.reject(index, wrong)
         elif num_unfinished:
-            self._work.requeue(index, said, has_served=has_served)
+            self._work.requeue(index, message, has_served=has_served)
 
     def _start_missing(self) -> None:
         for index in self.versions.keys() - self._replicas.keys() - self._starting.keys():
@@ -321,7 +329,7 @@ class RolloutFleet:
             self.unprobed.add(index)
 
     def _join(self, *, waits: bool = False) -> None:
-        """Take in the replicas that have started since, or all of them."""
+        """Add the replicas that have started since the last call; with `waits`, wait for all of them."""
         if waits:
             wait(self._starting.values())
         for index in [index for index, future in self._starting.items() if future.done()]:

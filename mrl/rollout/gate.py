@@ -1,4 +1,4 @@
-"""How far generation may be ahead: a rule of counts alone, which runs and `mrl plan` go by."""
+"""Limit on how far generation may run ahead, used by runs and by `mrl plan`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass
 class Gate:
-    """Which batches may begin: a rule of counts alone."""
+    """Decides which batches may begin, from counts only."""
 
     ahead: int
     num_steps: int
-    """Of the whole run: no batch is begun that is not trained."""
+    """Number of steps of the whole run: later batches are never begun."""
     trained: int = 0
-    """Steps whose weights the engines have."""
+    """Number of trained steps whose weights the engines have."""
     begun: int = 0
 
     def open(self) -> Iterator[int]:
-        """Begin the batches that may, one after another; yield their numbers."""
+        """Begin the batches that may begin, one after another, and yield their numbers."""
         while self.begun < min(self.trained + 1 + self.ahead, self.num_steps):
             self.begun += 1
             yield self.begun

@@ -1,11 +1,13 @@
-"""`HybridEngine`: the trainer and the engines share devices; this says whose memory is where, and moves the weights.
+"""`HybridEngine`: engines and trainer share devices; it moves memory and weights between them.
 
-training -> the trainer gives up gradients and optimizer, and other roles on its devices give up all
-         -> the engines wake their weights -> weights go over
-         -> the trainer gives up its parameters -> the engines wake their cache -> generating -> the way back
+* training
+* the trainer offloads gradients and optimizer; other roles on its devices offload everything
+* the engines wake their weights, and the weights are transferred
+* the trainer offloads its parameters, and the engines wake their cache
+* generation, then the same in reverse
 
-Engines with a pool of their own stay awake; receivers on their devices take the weights from the network. They may
-generate in another thread while the trainer computes, and are sent weights when it does not.
+Engines with their own pool stay awake; receivers on their devices take the weights from the network. These engines may
+generate in another thread while the trainer computes, and receive weights when it does not.
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 
 class HybridEngine:
-    """One of the two works at a time. Weights go over when they have changed, each time under a new version.
+    """Training and generation take turns. After each update the new weights are sent to the engines under a new
+    version.
 
-    Engines start beside the trainer's groups, but on GPUs after them: an engine measures what is free of its device,
-    and nobody else may start on it meanwhile.
+    Engines start in parallel with the trainer's groups, but on GPUs after them: an engine measures the free memory of
+    its device, where no other process may start at the same time.
     """
 
     _actor: RayWorkerGroup
@@ -66,41 +69,43 @@ class HybridEngine:
         reads_text: bool = False,
         loads_files: bool = False,
     ) -> None:
-        """Start the engines; with the tokenizer where requests may have texts that end them.
+        """Start the engines, with the tokenizer if requests may end at texts.
 
-        Those that load the model's files serve what these hold: nobody trains, and no weights travel.
+        With `loads_files` they serve the weights in the model's files: there is no training and no transfer.
         """
         self._config, self._context, self._groups = config, context, groups
         self._reads_text, self._loads_files = reads_text or bool(config.rollout.stop), loads_files
         self._receivers: RayWorkerGroup | None = None
         if has_own_rollout_pool(config):
-            receiver = RayClassWithInitArgs("mrl.rollout.replica:WeightReceiver")  # one on each device of their pool
+            receiver = RayClassWithInitArgs(
+                "mrl.rollout.replica:WeightReceiver"
+            )  # one on each device of the engines' pool
             mesh, slots = Mesh(rollout_devices(config)), context.resources.device_slots("rollout")
             self._receivers = RayWorkerGroup(RECEIVER, receiver, mesh, context, slots)
         self._take_turns = config.sync.offload and self._receivers is None
         self._sockets = context.run_directory / SOCKETS
-        shutil.rmtree(self._sockets, ignore_errors=True)  # of a run that crashed
+        shutil.rmtree(self._sockets, ignore_errors=True)  # left by a crashed run
         self._sockets.mkdir(mode=0o700)
         self._gpus: list[str] = []
         if config.cluster.device == "gpu":
             wait(groups.values())
             self._gpus = (self._receivers or groups["actor"].result()).visible_gpus()
         self.version = 1
-        """Of the actor's weights: one more with each step that changes them."""
+        """Version of the actor's weights; each step that changes them adds one."""
         self._held = 0
-        """The version of the weights that the engines have; 0 while they sleep."""
+        """Version of the weights that the engines have; 0 while they sleep."""
         self._is_generating = self._parameters_are_away = False
         self._metrics: dict[str, float] = {}
         self._cache = cache_in_flight(config)
         self.actor_lock = threading.Lock()
-        """Held by the trainer while it has something for the actor to do and another thread generates."""
+        """Held by the trainer while it uses the actor and another thread generates."""
         starting = self._start_replica, self._send_weights, self._settings(0), context.events, self._newest_weights
         self.fleet = RolloutFleet(num_engines(config), *starting)
         if self._take_turns:
             self.fleet.sleep()
 
     def connect(self) -> None:
-        """Tell the trainer's ranks, whose models are there by now, which engine is on whose device."""
+        """Send the trainer's ranks, whose models are loaded now, the devices of all engines."""
         config, tp = self._config, self._config.rollout.tp
         groups, pools = {role: group.result() for role, group in self._groups.items()}, config.placement.roles
         self._actor = groups["actor"]
@@ -113,7 +118,7 @@ class HybridEngine:
         nodes += [node for node, _ in self._receivers.where()] if self._receivers else []
         hosts = tuple(range(first, first + num_workers))
         whole_experts = read_spec(config.model.path).moe and config.rollout.vllm.get("enable_expert_parallel", False)
-        # Engines that cannot be written directly take whole tensors on each of their ranks.
+        # Engines that cannot be written directly take full tensors on each of their ranks.
         sizes = EngineSizes(tp, ep=tp if whole_experts else 1, whole=bool(self.fleet.full_tensor_reason))
         route = WeightSyncSpec(
             layout=RolloutLayout(sizes, hosts, tuple(nodes.index(node) for node in nodes)),
@@ -129,22 +134,22 @@ class HybridEngine:
         if self._receivers is None:
             self._actor.prepare_sending(route)
             return
-        waiting = self._receivers.prepare_receiving.future(config.model.path, config.actor.parallel, first, route)
+        preparing = self._receivers.prepare_receiving.future(config.model.path, config.actor.parallel, first, route)
         self._actor.prepare_sending(route)
-        waiting.get()
+        preparing.get()
 
     def weights_changed(self) -> None:
         self.version += 1
 
     def metrics(self) -> dict[str, float]:
-        """What the last transfer moved, and how long it took."""
+        """Return the size and duration of the last transfer."""
         return dict(self._metrics)
 
     @contextmanager
     def rollout_mode(self) -> Iterator[None]:
-        """The engines, awake and with the actor's weights, for the length of the block."""
+        """Wake the engines and give them the actor's weights, for the length of the block."""
         if self._is_generating:
-            raise RolloutError("the engines generate already: rollout_mode was entered twice")
+            raise RolloutError("rollout_mode was entered twice: the engines are generating already")
         self._is_generating = True
         if self._take_turns:
             self._actor.offload("gradients", "optimizer")
@@ -152,7 +157,7 @@ class HybridEngine:
                 group.offload(*PARTS)
         self._wake_up()
         yield
-        # A failure in the block ends the run, and with it every process: there is no way back to training then.
+        # A failure in the block ends the run with all its processes, so there is no return to training.
         if self._take_turns:
             if self._held:
                 self.fleet.sleep(keep=self._cache is not None)
@@ -170,28 +175,31 @@ class HybridEngine:
         *,
         in_flight: bool = False,
     ) -> Iterator[Generated]:
-        """Samples of the policy that the engines hold, each as it is finished; of `follow_ups` too, which arise
-        meanwhile. With `in_flight` they go on with newer weights when these come."""
+        """Yield samples from the engines' weights as they finish, including those of `follow_ups`, which arrive
+        meanwhile.
+
+        With `in_flight`, samples continue with newer weights when these arrive.
+        """
         if not self._is_generating and (self._take_turns or not self._held):
-            raise RolloutError("the trainer has the devices: generate within rollout_mode")
+            raise RolloutError("the trainer has the devices: call generate within rollout_mode")
         if self._is_generating:
             self._wake_up()
         return self.fleet.stream(requests, sampling, self._held, follow_ups, self._cache if in_flight else None)
 
     def has_newest(self) -> bool:
-        """Return whether the engines that serve hold the actor's weights, to which they come in flight."""
-        if {held for held in self.fleet.versions.values() if held is not None} == {self.version}:
+        """Return whether the serving engines have the actor's weights, which arrive in flight."""
+        if {version for version in self.fleet.versions.values() if version is not None} == {self.version}:
             self._held = self.version
         return self._held == self.version
 
     def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
-        """One request, answered by all engines, or by those alone that have not been asked since they started."""
+        """Send one request to all engines, or only to engines that have not been probed since their start."""
         if everyone or self.fleet.unprobed:
             self._wake_up()
         return self.fleet.probe(request, sampling, self.version, everyone=everyone)
 
     def pause(self) -> None:
-        """Have reward models on the engines' devices amid a rollout; engines that are asked again take them back."""
+        """Give the engines' devices to reward models during a rollout. The next request wakes the engines again."""
         if self._take_turns and self._scoring and self._held:
             self.fleet.sleep()
             self._held = 0
@@ -199,14 +207,14 @@ class HybridEngine:
                 group.onload(*PARTS)
 
     def close(self) -> None:
-        """End the engines; no socket stays behind."""
+        """End the engines and remove their sockets."""
         self.fleet.close()
         if self._receivers is not None:
             self._receivers.shutdown()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _wake_up(self) -> None:
-        """Have the engines with the actor's weights; where they take turns with others, with the devices as well."""
+        """Wake the engines with the actor's weights; with shared devices, free these first."""
         if self._held == self.version:
             return
         if self._take_turns:
@@ -221,14 +229,19 @@ class HybridEngine:
             self._wake("kv_cache")
 
     def _wake(self, part: Part) -> None:
-        """Wake that part of all engines; of a GPU without room for it, say who holds what."""
+        """Wake this part of all engines.
+
+        If a GPU has too little memory, raise an error with the users of its memory.
+        """
         rollout = self._config.rollout
         for replica, rooms in self.fleet.wake(part).items():
             for device, room in enumerate(rooms, replica * rollout.tp):
                 if room.lacking_bytes > 0:
-                    held = {group.role: group.device_memory()[device] for group in (self._actor, *self._guests)}
-                    where = f"device {self._gpus[device]} of {self._actor.where()[device][0]}"
-                    raise device_full(part, where, room, held, rollout.vllm)
+                    memory_by_role = {
+                        group.role: group.device_memory()[device] for group in (self._actor, *self._guests)
+                    }
+                    gpu = f"device {self._gpus[device]} of {self._actor.where()[device][0]}"
+                    raise device_full(part, gpu, room, memory_by_role, rollout.vllm)
 
     def _start_replica(self, index: int) -> RayWorkerGroup:
         tp, slots = (
@@ -242,7 +255,7 @@ class HybridEngine:
             "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
         )
         deadlines, num_parameters = self._context.deadlines, read_spec(self._config.model.path).num_parameters
-        # It makes room for its weights, compiles for them and captures their graphs.
+        # Starting takes longer for larger models: memory for weights, compilation, graph capture.
         start_s = deadlines.engine_start_s or deadlines.start_s + num_parameters / 5e8
         context = replace(self._context, deadlines=replace(deadlines, start_s=start_s))
         return RayWorkerGroup(settings.replica, worker, Mesh(1), context, slot)
@@ -269,7 +282,7 @@ class HybridEngine:
 
     @contextmanager
     def _newest_weights(self) -> Iterator[int | None]:
-        """The version that the actor can send for the length of the block; None while the trainer needs it."""
+        """Yield the version that the actor can send during the block; None while the trainer uses the actor."""
         is_free = self.actor_lock.acquire(blocking=False)
         try:
             yield self.version if is_free else None
@@ -278,15 +291,18 @@ class HybridEngine:
                 self.actor_lock.release()
 
     def _send_weights(self, replicas: Sequence[int], version: int) -> None:
-        """The trainer's half of a transfer. A replica that starts late finds the parameters away: they come back."""
+        """Send weights from the trainer's side.
+
+        If a replica starts late, the parameters are loaded and offloaded again.
+        """
         if self._loads_files:
             return
         began, tp = time.perf_counter(), self._config.rollout.tp
         if self._parameters_are_away:
             self._actor.onload("parameters")
         workers = [replica * tp + rank for replica in replicas for rank in range(tp)]
-        taking = self._receivers.send_weights.future(version, workers) if self._receivers else None
-        reports = self._actor.send_weights(version, workers) + (taking.get() if taking else [])
+        pending = self._receivers.send_weights.future(version, workers) if self._receivers else None
+        reports = self._actor.send_weights(version, workers) + (pending.get() if pending else [])
         if self._parameters_are_away:
             self._actor.offload("parameters")
         if failures := [report.failure for report in reports if report.failure]:

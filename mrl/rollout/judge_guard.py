@@ -1,4 +1,4 @@
-"""No request without the key of the judge's server: vLLM's own check leaves some of its paths open."""
+"""Key check for all requests to the judge server: vLLM's own check skips some paths."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class RequireKey:
-    """An ASGI middleware: what comes without the key is answered here."""
+    """ASGI middleware that rejects requests without the key."""
 
     def __init__(self, app: Callable[[dict[str, Any], Receive, Send], Awaitable[None]]) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[SERVER_KEY_VARIABLE]}".encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        authorization = dict(scope.get("headers", ())).get(b"authorization", b"")
         is_open = scope["type"] == "lifespan" or scope.get("path") == OPEN_PATH
-        if is_open or hmac.compare_digest(given, self._expected):
+        if is_open or hmac.compare_digest(authorization, self._expected):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             await send({"type": "http.response.start", "status": 401, "headers": []})

@@ -1,4 +1,4 @@
-"""A device of the judge's pool as a worker: the first of each engine runs vLLM's own server on all of its devices."""
+"""Workers on the judge's devices: the first worker of each engine runs vLLM's server on all of the engine's devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAUSE_S = 1.0
 
 
 class JudgeServer(Worker):
-    """Keeps one server, on one port, and starts it again whenever it ends."""
+    """Runs one server on one port, and restarts it whenever it ends."""
 
     def __init__(self, place: RankInfo, judge: JudgeConfig, start_s: float) -> None:
         super().__init__(place)
@@ -34,7 +34,7 @@ class JudgeServer(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def serve(self, addresses: Sequence[str], gpus: Sequence[str], key: str) -> str:
-        """Start the server and return its address once it answers; the other devices of an engine have none."""
+        """Start the server and return its address once it answers; empty on the engine's other devices."""
         tp = self._judge.tp
         if self.rank % tp:
             return ""
@@ -53,7 +53,7 @@ class JudgeServer(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def ends(self) -> str:
-        """Return how often the server has ended by itself, and where its log is; nothing where it never has."""
+        """Return how often the server has ended by itself, and the path of its log; empty if never."""
         return f"{self._num_ends} times, see {_log()}" if self._num_ends else ""
 
     def _keep(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -62,20 +62,22 @@ class JudgeServer(Worker):
             with subprocess.Popen(keeper, stdin=subprocess.PIPE, env=environment) as kept:
                 kept.wait()
             self._num_ends += 1
-            sys.stderr.write("the judge's server has ended, and is started again\n")
+            sys.stderr.write("the judge server has ended; restarting it\n")
             time.sleep(_PAUSE_S)
 
     def _wait_for(self, address: str) -> None:
         deadline = time.monotonic() + self._start_s
         while not _answers(f"{address}{OPEN_PATH}"):
-            late = time.monotonic() > deadline
-            if self._num_ends or late:
-                what = f"does not answer after {self._start_s:g} s" if late else "ended before it answered"
-                raise RolloutError(f"the judge's server {what}", where=_log(), fix="its log says why; see judge.vllm")
+            is_late = time.monotonic() > deadline
+            if self._num_ends or is_late:
+                problem = f"did not answer within {self._start_s:g} s" if is_late else "ended before it answered"
+                raise RolloutError(
+                    f"the judge server {problem}", where=_log(), fix="see its log for the reason; check judge.vllm"
+                )
             time.sleep(_LOOK_S)
 
     def _arguments(self, host: str, port: int) -> Iterator[str]:
-        ours = {
+        required = {
             "model": str(node_copy(self._judge.path)),
             "served_model_name": JUDGE,
             "host": host,
@@ -85,7 +87,7 @@ class JudgeServer(Worker):
             "middleware": "mrl.rollout.judge_guard.RequireKey",
             "disable_uvicorn_access_log": True,
         }
-        for name, value in {**self._judge.vllm, **ours}.items():
+        for name, value in {**self._judge.vllm, **required}.items():
             yield from _flag(name.replace("_", "-"), value)
 
 
@@ -93,7 +95,7 @@ _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spa
 
 
 def _log() -> str:
-    """Return where this process and what it starts write what they say."""
+    """Return the log of this process and its children."""
     return os.readlink("/proc/self/fd/2")
 
 
@@ -105,7 +107,7 @@ def _flag(name: str, value: Any) -> Iterator[str]:
 
 
 def _reserve_port(host: str) -> socket.socket:
-    """Return a socket that has a port and does not listen: the server may, now and when it is started again."""
+    """Return a bound socket that does not listen. The server can listen on its port, also after a restart."""
     reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))

@@ -1,7 +1,7 @@
-"""Runs a command until standard input closes, and leaves nothing of it behind: `python -m mrl.rollout.kept_process`.
+"""Run a command until standard input closes, then end all of its processes: `python -m mrl.rollout.kept_process`.
 
-Whoever holds the other end may be killed at any time, and so may the command, whose own children would live on with
-the memory of a device.
+The process at the other end of the pipe may be killed at any time, and so may the command. Its children would otherwise
+survive and keep the memory of a device.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _SWEEP_S = 0.01
 
 
 def main() -> int:
-    """Run the command of the arguments; 0 where it was told to end, 1 where it ended by itself."""
-    # Ray kills the children of a worker that it ends, before they can do anything; of their children it knows nothing.
+    """Run the command in the arguments. Return 0 if it was ended from outside, 1 if it ended by itself."""
+    # Ray kills the children of a worker that it ends, without warning. It does not know their children.
     if keeper := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
     os.setsid()
@@ -32,8 +32,8 @@ def main() -> int:
     by_itself = standard_input not in dict(waiting.poll())
     if by_itself:
         sys.stderr.write(f"{describe_status(os.waitpid(pid, 0)[1])}\n")
-    while left := children():
-        for child in left:
+    while remaining := children():
+        for child in remaining:
             end_group(child)
             reap(child)
         time.sleep(_SWEEP_S)

@@ -1,4 +1,4 @@
-"""Workers on the devices of engines: a replica, which may die and be replaced, and a receiver of weights beside it."""
+"""Workers on the engines' devices: replicas, which may die and be replaced, and receivers of weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LOOK_S = 0.002
 
 
 class EngineThread:
-    """Everything that an engine does, it does in this thread, its start included."""
+    """Runs everything that an engine does in one thread, including its start."""
 
     def __init__(
         self, make: Callable[[], RolloutEngine], step_deadline_s: float, schedule: Schedule | None = None
@@ -53,7 +53,7 @@ class EngineThread:
         self._stepped_at = time.monotonic()
 
     def act(self, kind: CallKind, of: Sequence[str], action: Callable[[RolloutEngine], None]) -> None:
-        """Have done what changes what is computed next: now, or in a replay before the step that it came before."""
+        """Do something that changes later results: now or, in a replay, before the same step as in the recorded run."""
         while self._schedule.next and not self._stepping.done():
             time.sleep(_LOOK_S)
 
@@ -64,7 +64,7 @@ class EngineThread:
         self.call(noted)
 
     def call(self, action: Callable[[RolloutEngine], T]) -> T:
-        """Have something done after the step under way."""
+        """Call a function after the step under way."""
         result = self._thread.submit(action, self._engine).result()
         if self._stepping.done() and self._goes_on():
             self._raise_failure()
@@ -73,7 +73,7 @@ class EngineThread:
         return result
 
     def poll(self, wait_s: float) -> list[Generated]:
-        """What has been finished; waits this long for something."""
+        """Return the finished samples, after waiting up to `wait_s` for the first one."""
         self._raise_failure()
         samples: list[Generated] = []
         try:
@@ -92,7 +92,7 @@ class EngineThread:
         self.poll(0)
 
     def _step(self) -> None:
-        if not self._goes_on():  # it fell asleep since, or got something else to wait for
+        if not self._goes_on():  # the engine has fallen asleep, or must wait for another call
             return
         if samples := self._engine.step():
             self._finished.put(samples)
@@ -102,7 +102,7 @@ class EngineThread:
             self._stepping = self._thread.submit(self._step)
 
     def _goes_on(self) -> bool:
-        """Return whether there is a step to do, for which in a replay nothing is missing."""
+        """Return whether there is a step to do. In a replay, calls scheduled before the step come first."""
         call = self._schedule.next
         return can_step(self._engine) and (call is None or self._num_steps < call.at)
 
@@ -112,7 +112,7 @@ class EngineThread:
 
 
 class RolloutReplica(Worker):
-    """Takes requests at any time and returns samples as they are finished; the engine never waits for the driver."""
+    """Takes requests at any time and returns samples as they finish. The engine never waits for the driver."""
 
     def __init__(self, place: RankInfo, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
         super().__init__(place)
@@ -123,16 +123,17 @@ class RolloutReplica(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def full_tensor_reason(self) -> str:
-        """Why this replica takes whole Hugging Face tensors; empty where it takes fused and sharded ones."""
+        """Return why this replica needs full Hugging Face tensors; empty if it takes fused and sharded ones."""
         return self._thread.call(lambda engine: engine.full_tensor_reason)
 
     @register(Dispatch.RANK_ZERO)
     def submit_and_poll(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int, wait_s: float
     ) -> list[Generated] | RolloutError:
-        """Start these requests; return what has been finished, after waiting this long for something.
+        """Start these requests. Return the finished samples, after waiting up to `wait_s` for the first one.
 
-        A rule that was broken is returned, for it would be broken again; what is raised is a broken engine.
+        A violated rule is returned as an error, because a retry would violate it again. A raised error means a broken
+        engine.
         """
         try:
             self._thread.call(lambda engine: need_version(engine, version))
@@ -149,22 +150,22 @@ class RolloutReplica(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def receive_weights(self, version: int, cache: Cache | None = None) -> None:
-        """Take in one version, which the trainer ranks of the same devices hand over meanwhile."""
+        """Receive one version from the trainer ranks on the same devices, which send it at the same time."""
         self._thread.act("weights", [str(version)], lambda engine: engine.receive_weights(version, cache))
 
     @register(Dispatch.RANK_ZERO)
     def sleep(self, keep: bool = False) -> None:
-        """Give the device's memory back; with `keep`, what is under way goes on after that."""
+        """Free the device memory. With `keep`, samples under way continue afterwards."""
         self._thread.act("sleep", [], lambda engine: engine.sleep(keep=keep))
 
     @register(Dispatch.RANK_ZERO)
     def wake(self, part: Part) -> list[FreeMemory]:
-        """Take one part of the memory again; the devices, where one of them has not got it."""
+        """Allocate the memory of one part again. Return the devices if one of them has too little."""
         return self._thread.call(lambda engine: engine.wake(part))
 
 
 class WeightReceiver(Worker):
-    """A rank that holds no weights: what it receives, it hands to the engine's worker on its device."""
+    """A rank without weights that forwards received weights to the engine's worker on its device."""
 
     def __init__(self, place: RankInfo) -> None:
         super().__init__(place)
@@ -172,15 +173,15 @@ class WeightReceiver(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def rendezvous(self) -> Rendezvous:
-        """Address of the first receiver's socket, where the trainer's ranks and the receivers meet."""
+        """Return the address of the first receiver's socket, where the trainer's ranks and the receivers meet."""
         return replace(self.place.rendezvous, listener=None)
 
     @register(Dispatch.ONE_TO_ALL)
     def prepare_receiving(self, model: str, parallel: ParallelConfig, num_trainers: int, route: WeightSyncSpec) -> None:
-        """Plan what comes in; all trainer ranks prepare their sending meanwhile."""
+        """Plan the transfers to this rank. All trainer ranks prepare to send at the same time."""
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", self.place.local_rank % torch.cuda.device_count()) if on_gpu else "cpu"
-        # The first receiver serves the store, from the socket that only it has.
+        # The first receiver serves the store, from a socket that only it has.
         route = replace(route, rendezvous=self.place.rendezvous)
         transport = route.transport(num_trainers + self.rank, torch.device(device))
         spec = read_spec(node_copy(model))
@@ -189,5 +190,5 @@ class WeightReceiver(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
-        """Take this rank's part in bringing these workers to a version."""
+        """Take part in bringing these workers to a version."""
         return self._resharder.send(version, workers)

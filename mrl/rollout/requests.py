@@ -1,4 +1,4 @@
-"""What is asked of a rollout engine, and what comes back: token ids in, token ids and log-probs out."""
+"""Requests to a rollout engine and their results: token ids in, token ids and log-probs out."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import numpy.typing as npt
 from mrl.errors import RolloutError
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM samples at this temperature whenever it is asked for a lower one."""
+"""Lowest temperature that vLLM uses; lower values are silently raised to it."""
 _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The distribution that tokens are drawn from, and which tokens end a response."""
+    """Distribution of the tokens, and the tokens and texts that end a response."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 is all tokens."""
+    """0 means all tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Exactly these; an engine adds none from the model's files. The token that stops belongs to the response."""
+    """Only these tokens stop; the model's files add none. The stop token is part of the response."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response as well; the tokens that complete one belong to it."""
+    """Texts that also end a response. The tokens that complete one are part of it."""
     alone: bool = False
-    """Compute each sample by itself and whole, so that its log-probs do not depend to the bit on its company."""
+    """Compute each sample separately, so that its log-probs do not depend on the other samples, bit for bit."""
 
     def __post_init__(self) -> None:
         if self.temperature < LOWEST_TEMPERATURE:
             raise RolloutError(
-                f"temperature {self.temperature} is below {LOWEST_TEMPERATURE}, where vLLM would silently take that"
+                f"temperature {self.temperature} is below {LOWEST_TEMPERATURE}, which vLLM would silently use instead"
             )
         if not 0 < self.top_p <= 1 or self.top_k < 0:
             raise RolloutError(f"top_p {self.top_p} is not in (0, 1], or top_k {self.top_k} is negative")
@@ -44,19 +44,19 @@ class Sampling:
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One sample that is wanted: what it draws follows from its own seed alone, not from its neighbours."""
+    """Request for one sample. Its tokens depend on its own seed, not on other samples."""
 
     key: str
-    """Names it among all that are under way."""
+    """Unique name among all samples under way."""
     prompt: str
-    """What it shares with the other samples of the same prompt."""
+    """Name shared by all samples of the same prompt."""
     prompt_ids: npt.NDArray[np.int32]
     seed: int
     max_tokens: int
     home: int | None = None
-    """The replica that had the turn before, whose cache holds most of the prompt."""
+    """Replica of the previous turn, whose cache holds most of the prompt."""
     stop: tuple[str, ...] = ()
-    """Texts that end this sample beside those of `Sampling`."""
+    """Additional texts that end this sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +64,14 @@ class Generated:
     key: str
     token_ids: npt.NDArray[np.int32]
     log_probs: npt.NDArray[np.float32]
-    """Of each token, in the distribution that it was really drawn from."""
+    """Log-prob of each token in the distribution from which it was drawn."""
     finish: Literal["stop", "length"]
     weight_version: int
-    """Of the weights that drew its first token."""
+    """Version of the weights that drew the first token."""
     replica: int | None = None
-    """Which one generated it, as the fleet knows."""
+    """Number of the replica that generated it; set by the fleet."""
     switches: tuple[tuple[int, int], ...] = ()
-    """Where newer weights came in flight: the first token that each drew, and their version."""
+    """Changes of weights in flight: the first token drawn by newer weights, and their version."""
 
     def token_versions(self) -> npt.NDArray[np.int32]:
         versions = np.full(len(self.token_ids), self.weight_version, np.int32)
@@ -81,24 +81,26 @@ class Generated:
 
 
 def wrong_answer(
-    samples: Sequence[Generated], asked: Mapping[str, GenerationRequest], versions: Collection[int], vocab: int
+    samples: Sequence[Generated], requests: Mapping[str, GenerationRequest], versions: Collection[int], vocab: int
 ) -> str:
-    """Return why these cannot be answers to what was asked; nothing where they may be. All are looked at at once.
+    """Return why these cannot be answers to the requests; empty if they can. All are checked together.
 
-    The versions are those of the weights that may have drawn their last tokens.
+    `versions` are the versions of the weights that may have drawn the last token of each sample.
     """
     keys = [sample.key for sample in samples]
-    if len(set(keys)) < len(keys) or not set(keys) <= asked.keys():
-        return f"it answered {sorted(set(keys) - asked.keys())[:3] or 'one request twice'}, which it was not asked"
+    if len(set(keys)) < len(keys) or not set(keys) <= requests.keys():
+        return f"it answered {sorted(set(keys) - requests.keys())[:3] or 'one request twice'}, which was not requested"
     lengths = [len(sample.token_ids) for sample in samples]
     for sample, length in zip(samples, lengths, strict=True):
-        limit = asked[sample.key].max_tokens
+        limit = requests[sample.key].max_tokens
         if not 0 < length <= limit or len(sample.log_probs) != length:
-            return f"{length} tokens and {len(sample.log_probs)} log-probs for {sample.key}, of 1 to {limit} tokens"
+            return (
+                f"{length} tokens and {len(sample.log_probs)} log-probs for {sample.key}, expected 1 to {limit} tokens"
+            )
         last = sample.switches[-1][1] if sample.switches else sample.weight_version
         if last not in versions or sample.finish not in ("stop", "length"):
-            held = " or ".join(map(str, sorted(versions)))
-            return f"{sample.key} is of weights {last}, not {held}, or ended by {sample.finish!r:.40}"
+            allowed = " or ".join(map(str, sorted(versions)))
+            return f"{sample.key} has weights {last}, not {allowed}, or finish reason {sample.finish!r:.40}"
     if not samples:
         return ""
     tokens = np.concatenate([sample.token_ids for sample in samples])
@@ -112,6 +114,6 @@ def wrong_answer(
 
 
 def request_seed(run_seed: int, step: int, prompt: str, sample: int) -> int:
-    """The seed of one sample: the same wherever, whenever and beside whomever it is generated."""
-    identity = json.dumps([run_seed, step, prompt, sample]).encode()
-    return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
+    """Return the seed of one sample, which does not depend on where, when and with which others it is generated."""
+    identity_json = json.dumps([run_seed, step, prompt, sample]).encode()
+    return int.from_bytes(hashlib.blake2b(identity_json, digest_size=8).digest(), "big") >> 1

@@ -1,7 +1,7 @@
-"""What each engine was asked, and before which of its steps: written with weights in flight, followed by a replay.
+"""Schedule of each engine's calls and the steps before them, recorded with weights in flight and followed by a replay.
 
-What an engine computes follows from that alone: which samples are under way together, and at which of their tokens
-newer weights come. Everything else follows from the seeds.
+It determines the engine's results: which samples are computed together, and at which tokens newer weights arrive.
+Everything else follows from the seeds.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mrl import files
 from mrl.errors import RolloutError
 
 REPLICA = "rollout-{}"
-"""The name of a replica, by its number."""
+"""Name of a replica, by its number."""
 SCHEDULE = "schedule"
-"""The directory of a run's schedules, a file for each replica."""
+"""Directory of a run's schedules, with one file per replica."""
 CallKind = Literal["begin", "start", "weights", "sleep", "abort"]
 _KINDS: tuple[CallKind, ...] = get_args(CallKind)
 _MAX_BYTES = 1 << 30
@@ -28,10 +28,10 @@ _MAX_BYTES = 1 << 30
 @dataclass(frozen=True)
 class ScheduledCall:
     at: int
-    """How many steps it had done by then."""
+    """Number of steps that the engine had done before."""
     kind: CallKind
     of: tuple[str, ...] = ()
-    """The keys of the samples that were started, or the version of the weights."""
+    """Keys of the started samples, or the version of the weights."""
 
     def __str__(self) -> str:
         return f"{self.kind} {', '.join(self.of)[:80]} after {self.at} steps"
@@ -42,8 +42,10 @@ def schedule_path(run: Path, replica: str) -> Path:
 
 
 class Schedule:
-    """The calls of one engine, each made when it comes. They are written down in `records`; with `replays` each is made
-    when it was in the run that wrote that."""
+    """Calls of one engine.
+
+    With `records` they are written to a file. With `replays` each call is made at the same step as in the recorded run.
+    """
 
     def __init__(self, records: Path | None = None, replays: Path | None = None) -> None:
         self._file, self._replays = None if records is None else _opened(records), replays
@@ -54,7 +56,7 @@ class Schedule:
 
     @property
     def next(self) -> ScheduledCall | None:
-        """What the engine waits for; None where it waits for nothing."""
+        """The next call of the replay, or None."""
         return self._calls[self._next] if self._next < len(self._calls) else None
 
     def note(self, call: ScheduledCall) -> None:
@@ -62,9 +64,9 @@ class Schedule:
             files.append(self._file, f"{json.dumps([call.at, call.kind, *call.of])}\n".encode())
         if self.next is not None and call != self.next:
             raise RolloutError(
-                f"the replay asks {call}, and the run asked {self.next}",
+                f"the replay calls {call}, but the run called {self.next}",
                 where=f"{self._replays}:{self._next + 1}",
-                fix="the model, the data, the configuration and the version of mrl that the run had",
+                fix="use the model, data, configuration and mrl version of that run",
             )
         self.advance()
 
@@ -73,18 +75,18 @@ class Schedule:
 
 
 class FleetSchedule:
-    """What all replicas of a fleet are asked, each in the order of the run that is replayed; of any other nothing."""
+    """Calls of all replicas of a fleet, in the order of the replayed run; empty without a replay."""
 
     def __init__(self, run: Path | None, num_replicas: int) -> None:
         numbers = range(num_replicas if run else 0)
         self._of = {number: Schedule(replays=schedule_path(run, REPLICA.format(number))) for number in numbers if run}
 
     def next(self, replica: int) -> ScheduledCall | None:
-        """Return what this one is asked next; None where that is open."""
+        """Return the replica's next call; None if it is free."""
         return self._of[replica].next if replica in self._of else None
 
     def are_next(self, version: int, replicas: Sequence[int]) -> bool:
-        """Return whether these replicas may be sent these weights now."""
+        """Return whether these replicas may receive these weights now."""
         calls = map(self.next, replicas)
         return all(call is None or (call.kind, call.of) == ("weights", (str(version),)) for call in calls)
 
@@ -104,18 +106,21 @@ def _read(path: Path) -> list[ScheduledCall]:
         lines = files.read_bytes(path, _MAX_BYTES).decode().splitlines()
         calls = [_call(json.loads(line)) for line in lines]
     except OSError as error:
-        what, fix = f"there is no schedule of an engine: {error.strerror}", "a run with asynchrony.weights=in_flight"
-        raise RolloutError(what, where=str(path), fix=fix) from error
+        problem, fix = (
+            f"an engine's schedule is missing: {error.strerror}",
+            "replay a run with asynchrony.weights=in_flight",
+        )
+        raise RolloutError(problem, where=str(path), fix=fix) from error
     except (ValueError, RecursionError) as error:
-        raise RolloutError(f"not the schedule of an engine: {error}", where=str(path)) from error
+        raise RolloutError(f"this is not a schedule of an engine: {error}", where=str(path)) from error
     if [call.kind for call in calls].count("begin") != 1 or calls[0].kind != "begin":
-        what = "this engine was started more than once: it died, or its run went on from a checkpoint"
-        raise RolloutError(what, where=str(path), fix="replay a run that went through from its beginning")
+        problem = "this engine was started more than once: it died, or its run resumed from a checkpoint"
+        raise RolloutError(problem, where=str(path), fix="replay a run that was never interrupted")
     return calls
 
 
 def _call(fields: object) -> ScheduledCall:
     match fields:
-        case [int(at), str(name), *of] if name in _KINDS and all(isinstance(each, str) for each in of):
+        case [int(at), str(name), *of] if name in _KINDS and all(isinstance(key, str) for key in of):
             return ScheduledCall(at, _KINDS[_KINDS.index(name)], tuple(map(str, of)))
-    raise ValueError(f"no call: {fields!r:.80}")
+    raise ValueError(f"this is not a call: {fields!r:.80}")

@@ -1,6 +1,6 @@
-"""Which replica generates what, and who is far slower than the others.
+"""Assignment of requests to replicas, and detection of slow replicas.
 
-Shares go by remaining tokens, and the requests of a replica that died to others.
+Shares are balanced by remaining tokens. Requests of a dead replica go to others.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from mrl.rollout.capacity import MAX_SEQUENCES
 from mrl.rollout.requests import Generated, GenerationRequest
 
 MAX_IN_FLIGHT = MAX_SEQUENCES
-"""Requests that one replica holds at most, or more where it works on more; the rest goes to whoever is done first."""
+"""Largest number of requests of one replica, unless it processes more at a time.
+
+Later requests go to any free replica.
+"""
 MAX_DEATHS = 3
-"""Replicas that may die while one set of requests is under way."""
-_CANNOT_SERVE = "what it said is above; another rollout.engine or rollout.vllm settings, or a model that it supports"
+"""Number of replicas that may die during one set of requests."""
+_CANNOT_SERVE = "see its error above; change rollout.engine or rollout.vllm, or use a model that the engine supports"
 
 
 class RequestScheduler:
-    """The requests of one `generate`, from waiting to finished."""
+    """Requests of one `generate` call, from waiting to finished."""
 
     def __init__(
         self, requests: Sequence[GenerationRequest], num_replicas: int, max_in_flight: int = MAX_IN_FLIGHT
@@ -40,7 +43,7 @@ class RequestScheduler:
         self.add(requests)
 
     def add(self, requests: Iterable[GenerationRequest]) -> None:
-        """Have these wait behind the others: at their home, or for whoever is free first."""
+        """Append requests to the queue of their home replica, or to the queue for any free replica."""
         for request in requests:
             self._waiting[request.home].append(request)
 
@@ -49,38 +52,43 @@ class RequestScheduler:
         return sum(map(len, self._waiting.values())) + sum(map(len, self._in_flight))
 
     def assign(self, replica: int, num_sharing: int) -> list[GenerationRequest]:
-        """More requests for a replica, until it has its share of the tokens that are left.
+        """Assign more requests to a replica, up to its share of the remaining tokens.
 
-        A prompt that was in flight at two replicas that died is sent alone: if a third dies, it is the cause.
+        If two replicas died with the same prompt under way, it is sent alone: if a third one dies, the prompt is the
+        cause.
         """
         in_flight = self._in_flight[replica]
-        everything = (*self._waiting.values(), *map(dict.values, self._in_flight))
-        left = sum(request.max_tokens for requests in everything for request in requests)
-        has = sum(request.max_tokens for request in in_flight.values())
-        taken: list[GenerationRequest] = []
-        while len(in_flight) < self._max_in_flight and has * num_sharing < left and (queue := self._queue_for(replica)):
+        queues = (*self._waiting.values(), *map(dict.values, self._in_flight))
+        num_left = sum(request.max_tokens for requests in queues for request in requests)
+        num_assigned = sum(request.max_tokens for request in in_flight.values())
+        assigned: list[GenerationRequest] = []
+        while (
+            len(in_flight) < self._max_in_flight
+            and num_assigned * num_sharing < num_left
+            and (queue := self._queue_for(replica))
+        ):
             request = queue[0]
             prompts = {other.prompt for other in in_flight.values()} | {request.prompt}
             if len(prompts) > 1 and any(self._deaths_of_prompt[prompt] > 1 for prompt in prompts):
                 break
-            taken.append(queue.popleft())
+            assigned.append(queue.popleft())
             in_flight[request.key] = request
-            has += request.max_tokens
-        return taken
+            num_assigned += request.max_tokens
+        return assigned
 
     def take(self, replica: int, keys: Sequence[str]) -> list[GenerationRequest]:
-        """Assign a replica these requests, or none of them while one is still to come."""
+        """Assign these requests to a replica, or none of them if one has not been added yet."""
         waiting = {request.key: request for queue in self._waiting.values() for request in queue}
         if not all(key in waiting for key in keys):
             return []
-        taken = [waiting[key] for key in keys]
-        for request in taken:
+        assigned = [waiting[key] for key in keys]
+        for request in assigned:
             self._waiting[request.home].remove(request)
             self._in_flight[replica][request.key] = request
-        return taken
+        return assigned
 
     def _queue_for(self, replica: int) -> deque[GenerationRequest]:
-        """Return what waits for this replica, or else for any; of another, the longest queue, where it is idle."""
+        """Return the replica's queue or else the common one; for an idle replica, the longest queue of any."""
         queue = self._waiting[replica] or self._waiting[None]
         return queue or (deque() if self._in_flight[replica] else max(self._waiting.values(), key=len))
 
@@ -92,53 +100,54 @@ class RequestScheduler:
         return self._in_flight[replica]
 
     def forgive(self) -> None:
-        """Count the deaths and wrong answers from here on."""
+        """Reset the counts of deaths and wrong answers."""
         self._num_deaths = self._num_without_service = self._num_wrong = 0
 
-    def reject(self, replica: int, wrong: str) -> None:
-        """Put back what a replica had that answered what no engine can; the second such answer stops the rollout."""
+    def reject(self, replica: int, problem: str) -> None:
+        """Requeue the requests of a replica whose answer is impossible. The second such answer stops the rollout."""
         self._num_wrong += 1
         if self._num_wrong > 1:
             raise RolloutError(
-                f"replicas answered {self._num_wrong} times what cannot be right; nothing of it was trained on. The "
-                f"last, replica {replica}: {wrong}",
-                fix="`mrl env` and `mrl verify` on its node: a broken kernel, driver or device",
+                f"replicas returned {self._num_wrong} impossible answers; none of them was trained on. The "
+                f"last one, from replica {replica}: {problem}",
+                fix="run `mrl env` and `mrl verify` on its node: a kernel, driver or device may be broken",
             )
         self._put_back(replica)
 
-    def requeue(self, replica: int, said: str, *, has_served: bool) -> int:
-        """Put back what a dead replica had; how many that were. Stops where deaths do not end.
+    def requeue(self, replica: int, message: str, *, has_served: bool) -> int:
+        """Requeue the requests of a dead replica, and return their number. Raise an error if replicas keep dying.
 
-        A prompt is blamed by the death of a replica that could serve others: one that never did is itself the cause.
+        Prompts are only blamed for replicas that served other samples before. Otherwise the replica itself is the
+        cause.
         """
         lost = self._put_back(replica)
         self._num_deaths += 1
         self._num_without_service += not has_served
-        reason = said.partition("\n")[0]
+        reason = message.partition("\n")[0]
         prompts = dict.fromkeys(request.prompt for request in lost)
         self._deaths_of_prompt.update(prompts.keys())
         suspects = [prompt for prompt in prompts if self._deaths_of_prompt[prompt] > 1]
         is_too_many, is_engine = self._num_deaths > MAX_DEATHS, self._num_without_service == self._num_deaths
         if len(suspects) == 1 and (has_served or (is_too_many and not is_engine)):
             raise RolloutError(
-                f"this prompt was being generated from when {self._deaths_of_prompt[suspects[0]]} replicas died, the "
-                f"last of them: {reason}",
+                f"{self._deaths_of_prompt[suspects[0]]} replicas died while they generated from this prompt; the "
+                f"last error: {reason}",
                 where=f"prompt {suspects[0]}",
-                fix="take it out of the data, or find out what it does to the engine",
+                fix="remove it from the data, or find out how it breaks the engine",
             )
         if is_too_many and is_engine:
-            what = f"{self._num_deaths} replicas died, and none of them had finished a single sample: the engine cannot"
-            raise RolloutError(f"{what} serve this model here. The last of them: {said}", fix=_CANNOT_SERVE)
+            problem = f"{self._num_deaths} replicas died before they finished a single sample: the engine cannot"
+            raise RolloutError(f"{problem} serve this model here. The last error: {message}", fix=_CANNOT_SERVE)
         if is_too_many:
-            raise RolloutError(f"{self._num_deaths} replicas died during one rollout, the last of them: {reason}")
-        # Suspects come last, the worst of them at the end: what is innocent need not wait, and shows who can serve.
+            raise RolloutError(f"{self._num_deaths} replicas died during one rollout. The last error: {reason}")
+        # Suspects come last, the worst at the end: other prompts need not wait, and show which replicas work.
         deaths = self._deaths_of_prompt
         waiting = sorted(self._waiting[None], key=lambda request: max(1, deaths[request.prompt]))
         self._waiting[None] = deque(waiting)
         return len(lost)
 
     def _put_back(self, replica: int) -> list[GenerationRequest]:
-        """Have what a replica had in hand, and what waits for it, go to whoever is free; return what it had."""
+        """Move a replica's requests, running and waiting, to the common queue. Return the running ones."""
         lost = [replace(request, home=None) for request in self._in_flight[replica].values()]
         waited = [replace(request, home=None) for request in self._waiting[replica]]
         self._in_flight[replica].clear()
@@ -148,13 +157,13 @@ class RequestScheduler:
 
 
 _TIMES, _ROLLOUTS = 3.0, 3
-"""How much slower, and for how many rollouts one after another: a single long sample may hold up anybody once."""
+"""Factor by which a replica must be slower, and for how many rollouts in a row: one long sample is not a fault."""
 _LEAST_S = 1.0
-"""Of work, below which a rate says nothing."""
+"""Seconds of work below which a rate is not meaningful."""
 
 
 class Pace:
-    """Counts what each replica generates in the time in which it has work."""
+    """Measures the tokens that each replica generates while it has work."""
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
@@ -167,14 +176,14 @@ class Pace:
         self._busy_s[replica] += seconds
 
     def rollout_ends(self) -> None:
-        """Compare the replicas, and warn of one that has been slow for long enough."""
-        rates = {each: self._tokens[each] / busy_s for each, busy_s in self._busy_s.items() if busy_s >= _LEAST_S}
+        """Compare the replicas, and warn of each that has been slow for long enough."""
+        rates = {index: self._tokens[index] / busy_s for index, busy_s in self._busy_s.items() if busy_s >= _LEAST_S}
         for replica, rate in rates.items():
-            others = [other for each, other in rates.items() if each != replica]
-            usual = statistics.median(others) if others else 0.0
+            other_rates = [other for index, other in rates.items() if index != replica]
+            usual = statistics.median(other_rates) if other_rates else 0.0
             self._num_slow[replica] = self._num_slow[replica] + 1 if rate * _TIMES < usual else 0
             if self._num_slow[replica] == _ROLLOUTS:
-                what = f"it generates {rate:.0f} tokens/s, the others {usual:.0f}, for {_ROLLOUTS} rollouts by now"
-                self._events.write(Warned(f"rollout-{replica}", f"{what}: what else runs on its node?"))
+                message = f"it generates {rate:.0f} tokens/s, the others {usual:.0f}, for {_ROLLOUTS} rollouts in a row"
+                self._events.write(Warned(f"rollout-{replica}", f"{message}: does another process use its node?"))
         self._tokens.clear()
         self._busy_s.clear()

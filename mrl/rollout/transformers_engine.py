@@ -1,6 +1,6 @@
-"""A plain transformers model as a rollout engine: slow, simple, and what vLLM is held against.
+"""A plain transformers model as a rollout engine: slow and simple, the reference for vLLM.
 
-Noise is drawn as vLLM's sampler draws it, so that the same seed gives the same tokens.
+It draws noise like vLLM's sampler, so that equal seeds give equal tokens.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class RowState:
 
 
 class TransformersEngine(RolloutEngine):
-    """Every row is computed by itself."""
+    """Computes each row separately."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        self.full_tensor_reason = "a transformers model fuses nothing"
+        self.full_tensor_reason = "a transformers model has no fused tensors"
         dtype = getattr(torch, settings.dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
         self._tokenizer: Any = None
@@ -73,7 +73,7 @@ class TransformersEngine(RolloutEngine):
 
     def _extend(self, row: RowState) -> None:
         all_ids = [*row.request.prompt_ids.tolist(), *row.token_ids]
-        new = all_ids[row.cache.get_seq_length() :]  # after a change of weights that may be all of them
+        new = all_ids[row.cache.get_seq_length() :]  # after a change of weights, possibly all of them
         output = self.model(torch.tensor([new], device=self.settings.device), past_key_values=row.cache)
         log_probs = sampled_log_probs(output.logits[0, -1], row.sampling)
         noise = torch.empty_like(log_probs).exponential_(generator=row.noise)
@@ -104,16 +104,16 @@ class TransformersEngine(RolloutEngine):
         digests = Digests()
         for bucket in self._ipc.buckets():
             if bucket.version != version:
-                raise RolloutError(f"the trainer sends version {bucket.version}, but version {version} was asked for")
+                raise RolloutError(f"the trainer sends version {bucket.version} instead of version {version}")
             for name, tensor in bucket.tensors.items():
                 tensors[name] = tensor.clone()
                 digests.add(name, tensors[name])
         model, report = type(self.model).from_pretrained(
             None, state_dict=tensors, config=self.model.config, dtype=self.model.dtype, output_loading_info=True
         )
-        for wrong in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if report[wrong]:
-                raise RolloutError(f"{wrong.replace('_', ' ')} among the tensors: {sorted(report[wrong])[:5]}")
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if report[key]:
+                raise RolloutError(f"{key.replace('_', ' ')} among the tensors: {sorted(report[key])[:5]}")
         self.model = model.to(self.settings.device)
         return digests.read()
 
@@ -132,12 +132,12 @@ class TransformersEngine(RolloutEngine):
 
 
 def sampled_log_probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probs of the distribution that is sampled from: at this temperature, among the tokens that remain."""
+    """Return log-probs of the sampling distribution: at this temperature, over the tokens left by top-k and top-p."""
     scaled = logits.float() / sampling.temperature
     ordered, order = scaled.sort(descending=True)
     if sampling.top_k:
         ordered[sampling.top_k :] = -torch.inf
     probs = ordered.softmax(-1)
-    # A token stays if those before it have less than top_p together: the likeliest always does.
+    # A token stays if the tokens before it sum up to less than top_p; the likeliest token always stays.
     ordered[probs.cumsum(-1) - probs >= sampling.top_p] = -torch.inf
     return torch.full_like(scaled, -torch.inf).scatter(0, order, ordered).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: its synchronous public engine, driven one step at a time."""
+"""vLLM as a rollout engine: its public synchronous engine, one step at a time."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any
 
-# vLLM reads these whenever it needs them: the engine steps in this process; its workers are fresh processes, for a
-# copy of one with threads hangs; nothing is reported to anybody; and replicas of one machine share its cores.
+# vLLM reads these variables when it needs them. The engine steps in this process. Workers are spawned, because forked
+# copies of a process with threads hang. No usage statistics are sent. Replicas on one machine share its cores.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -39,26 +39,26 @@ _DISCARD_EVERYTHING = 2
 
 
 class VllmEngine(RolloutEngine):
-    """A vLLM engine in this process; with tensor parallelism its workers are processes of their own."""
+    """A vLLM engine in this process. With tensor parallelism its workers are separate processes."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         if TRANSFER_BACKEND not in entry_points(group="vllm.general_plugins").names:
             raise SetupError(
-                "vLLM does not know how mrl sends weights: mrl is on the path, but not installed",
+                "vLLM cannot receive mrl's weights: mrl is on the path, but it is not installed (vLLM plugin)",
                 fix="pip install -e .",
             )
         if settings.device == "cpu" and settings.vllm.get("enforce_eager"):
             _compile_nothing()
         with _store_without_a_file() if settings.tp == 1 else nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings)))
-        where = {"sockets": str(settings.sockets), "replica": settings.replica}
-        self._on_workers("init_weight_transfer_engine", init_info=where)
+        init_info = {"sockets": str(settings.sockets), "replica": settings.replica}
+        self._on_workers("init_weight_transfer_engine", init_info=init_info)
         self.full_tensor_reason = next(filter(None, self._on_workers("full_tensor_reason")), "")
         self._ended: list[Generated] = []
-        """Samples that were finished when steps had to end, and that nobody has been given yet."""
+        """Finished samples that were left when steps had to end."""
         self._first: str | None = ""
-        """The first request since the weights changed, for which nothing can be cached; None once it has ended."""
+        """First request since the last change of weights, which cannot have cached tokens; None once it has ended."""
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
@@ -67,7 +67,7 @@ class VllmEngine(RolloutEngine):
         for request in requests:
             params = _sampling_params(request, sampling)
             prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
-            if self.settings.takes_weights_in_flight:  # what other weights computed is not read, wherever it lies
+            if self.settings.takes_weights_in_flight:  # never read caches computed with other weights
                 prompt["cache_salt"] = str(self.weight_version)
             self._engine.add_request(request.key, prompt, params)
             if self._first == "":
@@ -89,9 +89,9 @@ class VllmEngine(RolloutEngine):
         super().sleep(keep=keep)
 
     def _end_steps(self) -> None:
-        """Empty vLLM's batch queue: with async scheduling a step is computed while the one before is still read.
+        """Empty vLLM's batch queue: with async scheduling one step is computed while the previous one is read.
 
-        While the scheduler is paused it begins no step, so that each call of `step` takes one out of the queue.
+        A paused scheduler begins no new step, so that each call of `step` takes one step out of the queue.
         """
         core = self._engine.engine_core.engine_core
         if core.batch_queue:
@@ -104,11 +104,11 @@ class VllmEngine(RolloutEngine):
         (sample,) = output.outputs
         key = output.request_id
         if sample.finish_reason not in ("stop", "length"):
-            raise RolloutError(f"vLLM ended this sample by `{sample.finish_reason}`", where=key)
+            raise RolloutError(f"vLLM ended this sample with the finish reason `{sample.finish_reason}`", where=key)
         if key == self._first and output.num_cached_tokens:
             raise RolloutError(
                 f"{output.num_cached_tokens} tokens of the first sample after a change of weights came from the prefix "
-                "cache: it holds what the weights before computed",
+                "cache, which was computed with the previous weights",
                 where=key,
             )
         if key == self._first:
@@ -142,15 +142,15 @@ class VllmEngine(RolloutEngine):
 
     def _drop_cache(self) -> None:
         if not self._engine.reset_prefix_cache(reset_running_requests=bool(self.unfinished)):
-            raise RolloutError("vLLM did not drop its prefix cache, which holds what the weights before computed")
+            raise RolloutError("vLLM did not drop its prefix cache, which was computed with the previous weights")
 
     def _sleep(self) -> None:
         self._drop_cache()
         self._engine.sleep(_DISCARD_EVERYTHING, "keep")
 
     def _wake(self, part: Part) -> list[FreeMemory]:
-        if self.settings.device == "cuda":  # on a CPU nothing has slept
-            rooms = [FreeMemory(*each) for each in self._on_workers("free_memory", part=part)]
+        if self.settings.device == "cuda":  # on a CPU the engine keeps its memory
+            rooms = [FreeMemory(*fields) for fields in self._on_workers("free_memory", part=part)]
             if any(room.lacking_bytes > 0 for room in rooms):
                 return rooms
         self._engine.wake_up([part])
@@ -163,7 +163,7 @@ class VllmEngine(RolloutEngine):
 
 @contextmanager
 def _store_without_a_file() -> Iterator[None]:
-    """Remove the file in which an engine of one process meets itself: nobody else would, once it has been killed."""
+    """Use a temporary directory for the store file of a single-process engine, removed even if the engine is killed."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="mrl-") as directory:
         tempfile.tempdir = directory
@@ -174,17 +174,17 @@ def _store_without_a_file() -> Iterator[None]:
 
 
 def _compile_nothing() -> None:
-    """Hold vLLM to `enforce_eager` in what it compiles all the same: one line that counts the ranks of log-probs.
+    """Apply `enforce_eager` also to the one function that vLLM compiles anyway: it counts the ranks of log-probs.
 
-    Compiling it at the first token takes three seconds of a CPU, and a C++ compiler that a laptop may not have.
+    Compiling it at the first token takes three seconds on a CPU, and a C++ compiler that a laptop may not have.
     """
     torch.compiler.set_stance("force_eager")
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for the processes of its workers
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for the worker processes
 
 
 def _arguments(settings: EngineSettings) -> dict[str, Any]:
-    """What vLLM is started with: what must hold, and what the user passes on beside it."""
-    ours = {
+    """Return vLLM's arguments: those mrl requires, then the user's."""
+    required = {
         "model": str(settings.model),
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tp,
@@ -197,23 +197,23 @@ def _arguments(settings: EngineSettings) -> dict[str, Any]:
         "enable_sleep_mode": settings.device == "cuda",
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_extension_cls": "mrl.weight_sync.vllm_receiver.WorkerExtension",
-        # Where weights come from the trainer before anything is generated, what a file holds need not be read.
+        # If the trainer sends weights before generation starts, weights are not read from files.
         "load_format": "auto" if settings.loads_files else "dummy",
     }
-    if settings.device == "cpu":  # after a part of a prompt vLLM winds the noise back, which a CPU's generator cannot
-        ours["enable_chunked_prefill"] = False
+    if settings.device == "cpu":  # vLLM rewinds the noise after a chunk, which CPU generators cannot do
+        required["enable_chunked_prefill"] = False
     for name in settings.vllm:
-        if name in ours or name in OWNED:
-            by = OWNED.get(name, "the settings of this engine").format(role="rollout")
-            raise RolloutError(f"{name} is set by {by}", where="rollout.vllm", fix="remove this key")
+        if name in required or name in OWNED:
+            owner = OWNED.get(name, "the settings of this engine").format(role="rollout")
+            raise RolloutError(f"{name} is set by {owner}", where="rollout.vllm", fix="remove this key")
     capacity = engine_capacity(_demand(settings)).arguments(settings.vllm, settings.device)
-    # Log-probs of logits that are rounded to bfloat16 are 0.01 off; the trainer's head is float32 too.
+    # Log-probs of logits rounded to bfloat16 are off by 0.01; the trainer's head is float32, too.
     overrides = {"hf_overrides": {"head_dtype": "float32", **(settings.vllm.get("hf_overrides") or {})}}
-    return {**settings.vllm, **capacity, **overrides, **ours}
+    return {**settings.vllm, **capacity, **overrides, **required}
 
 
 def _demand(settings: EngineSettings) -> EngineDemand:
-    """Return what the engine's limits are decided from; NVML says how large a device is, and makes no context there."""
+    """Return the demand that the engine's limits depend on. NVML reports the device's memory without a CUDA context."""
     return EngineDemand(
         spec=read_spec(settings.model),
         tp=settings.tp,
@@ -235,8 +235,8 @@ def _sampling_params(request: GenerationRequest, sampling: Sampling) -> Sampling
         seed=request.seed,
         max_tokens=request.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the stop tokens are those of `sampling`, and no others
-        logprobs=0,  # of the sampled token alone
+        ignore_eos=True,  # only the stop tokens of `sampling` stop
+        logprobs=0,  # only of the sampled token
         flat_logprobs=True,
         stop=stop,
         detokenize=bool(stop),

@@ -1,4 +1,4 @@
-"""Identities that hold in every right run, checked while it runs: each that breaks stops the run and is named."""
+"""Invariants of a correct run, checked at each step. A violation stops the run with its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import Jagged
 
 SAME_POLICY = {"float32": 1e-4, "bfloat16": 2e-2}
-"""How far mean log-prob differences of one policy may be from 0: packing and kernels differ between passes."""
+"""Largest mean log-prob difference within one policy: passes differ in packing and kernels."""
 
 
 def check_invariants(
@@ -23,40 +23,50 @@ def check_invariants(
 ) -> None:
     tolerance = SAME_POLICY[config.actor.dtype]
     if updates:
-        # The first update meets the policy that made the old log-probs.
+        # The first update uses the policy that computed the old log-probs.
         _check(step, "the loss reports ppo_kl, the mean log-ratio", "ppo_kl" in updates[0], ", ".join(updates[0]))
-        moved = abs(updates[0]["ppo_kl"])
-        _check(step, "the ratio is 1 in the first update", moved <= tolerance, f"mean log-ratio {moved:.3g}")
+        log_ratio = abs(updates[0]["ppo_kl"])
+        _check(step, "the ratio is 1 in the first update", log_ratio <= tolerance, f"mean log-ratio {log_ratio:.3g}")
         clipped = updates[0].get("pg_clipfrac", 0.0)
         loss = config.algorithm.loss
-        # A clip as narrow as rounding, as GSPO's 3e-4 in bfloat16, clips what rounding alone moves.
+        # If the clip range is below rounding (GSPO's 3e-4 in bfloat16), rounding alone is clipped.
         holds = clipped <= tolerance or (min(loss.clip_low, loss.clip_high) < tolerance and clipped <= 1)
         _check(step, "nothing is clipped in the first update", holds, f"{100 * clipped:.3g} % clipped")
-        seen, wanted = round(sum(update["tokens"] for update in updates)), num_tokens * config.batch.epochs_per_step
-        _check(step, "every response token is learned from once", seen == wanted, f"{seen} of {wanted}")
-        # An estimate at sampled tokens may be below 0; only a divergence has a mass.
-        apart = min((update["distill_loss"] for update in updates if "teacher_mass" in update), default=0.0)
-        _check(step, "no divergence from the teacher is below 0", apart >= -tolerance, f"it is {apart:.3g}")
+        num_seen, num_expected = (
+            round(sum(update["tokens"] for update in updates)),
+            num_tokens * config.batch.epochs_per_step,
+        )
+        _check(
+            step,
+            "every response token is used once per epoch",
+            num_seen == num_expected,
+            f"{num_seen} of {num_expected}",
+        )
+        # Estimates from sampled tokens may be negative. Only full divergences have `teacher_mass`.
+        lowest_loss = min((update["distill_loss"] for update in updates if "teacher_mass" in update), default=0.0)
+        _check(
+            step, "no divergence from the teacher is negative", lowest_loss >= -tolerance, f"it is {lowest_loss:.3g}"
+        )
     is_other = config.reference is not None and config.reference.path is not None
     if step == 1 and "reward/kl" in metrics and not is_other:
         kl = abs(metrics["reward/kl"])
         _check(step, "the KL to the reference is 0 before training", kl <= tolerance, f"it is {kl:.3g}")
 
 
-def _check(step: int, identity: str, holds: bool, found: str) -> None:
+def _check(step: int, identity: str, holds: bool, measured: str) -> None:
     if not holds:
         raise AuditFailed(
-            f"step {step}: it does not hold that {identity}: {found}",
-            fix="this is a defect of mrl or of its settings, not of the model: results would not mean what they say",
+            f"step {step}: the invariant does not hold: {identity} ({measured})",
+            fix="this is a bug in mrl or in its settings, not in the model; the results of this run are not valid",
         )
 
 
 NOBODY = -(1 << 31)
-"""The age of a token that no weights drew."""
+"""Age of tokens that were not drawn from any weights."""
 
 
 def with_staleness(batch: DataProto, version: int) -> DataProto:
-    """Return the rows with the age of each token's weights, where it is known what drew them."""
+    """Return the rows with the age of each token's weights, if the versions are known."""
     if "versions" not in batch.columns():
         return batch
     drawn = batch.values("versions")
@@ -65,24 +75,24 @@ def with_staleness(batch: DataProto, version: int) -> DataProto:
 
 
 def staleness_metrics(batch: DataProto, ahead: int) -> dict[str, float]:
-    """Return figures of the ages; one that is beyond what may be ahead stops the run."""
+    """Return metrics of the ages. Raise an error if an age exceeds `ahead`."""
     if "staleness" not in batch.columns():
         return {}
     ages = batch.values("staleness").numpy()
-    of_rows = np.split(ages, np.cumsum(batch.lengths("responses"))[:-1])
-    written = ages[ages != NOBODY]
-    if written.min() < 0 or written.max() > ahead:
-        what = f"tokens are {written.min()} to {written.max()} updates old, and asynchrony.ahead is {ahead}"
-        raise AuditFailed(what, fix="this is a defect of mrl: the samples are not those that they are taken for")
+    ages_by_row = np.split(ages, np.cumsum(batch.lengths("responses"))[:-1])
+    drawn = ages[ages != NOBODY]
+    if drawn.min() < 0 or drawn.max() > ahead:
+        problem = f"tokens are {drawn.min()} to {drawn.max()} updates old, and asynchrony.ahead is {ahead}"
+        raise AuditFailed(problem, fix="this is a bug in mrl: the samples have the wrong weight versions")
     return {
-        "async/staleness/mean": float(written.mean()),
-        "async/staleness/max": float(written.max()),
-        "async/versions_per_sample": float(np.mean([len(np.unique(row[row != NOBODY])) for row in of_rows])),
-    } | {f"async/staleness/share_{age}": float((written == age).mean()) for age in range(ahead + 1)}
+        "async/staleness/mean": float(drawn.mean()),
+        "async/staleness/max": float(drawn.max()),
+        "async/versions_per_sample": float(np.mean([len(np.unique(row[row != NOBODY])) for row in ages_by_row])),
+    } | {f"async/staleness/share_{age}": float((drawn == age).mean()) for age in range(ahead + 1)}
 
 
 class ReplayedRun:
-    """What a run wrote into `metrics.jsonl`."""
+    """Metrics of a finished run, from its `metrics.jsonl`."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -90,16 +100,16 @@ class ReplayedRun:
         self.num_steps = max(self._lines, default=0)
 
     def compare(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Stop where these figures are not those of the run, to the last bit; steps that it has not done are new."""
+        """Raise an error if the metrics differ from that run's in any bit. Steps that it has not done are skipped."""
         if (expected := self._lines.get(step)) is None:
             return
-        found = without_clock(as_written(step, metrics))
-        names = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        measured = without_clock(as_written(step, metrics))
+        names = [name for name in {**expected, **measured} if expected.get(name) != measured.get(name)]
         if names:
             first = names[0]
             raise AuditFailed(
-                f"step {step} of the replay is another than the run's: {len(names)} of {len(expected)} figures differ, "
-                f"the first {first}: {found.get(first)} instead of {expected.get(first)}",
+                f"step {step} of the replay differs from the run: {len(names)} of {len(expected)} figures differ, "
+                f"the first is {first}: {measured.get(first)} instead of {expected.get(first)}",
                 where=str(self.directory),
-                fix="the model, the data, the configuration and the machine that the run had; GPUs do not promise it",
+                fix="use the run's model, data, configuration and machine; GPUs do not guarantee identical results",
             )

@@ -1,8 +1,9 @@
-"""Checkpoints of a whole run: every role and the trainer's own state together, or nothing.
+"""Checkpoints of a whole run: all roles and the trainer's own state, saved atomically.
 
-`checkpoints/step-000012/` holds a directory per role and `manifest.json`, which names its own hash and that of each
-role's manifest, which names the hashes of its files. It is staged beside its place and made visible by one rename, and
-goes the same way. Between the beginning and the end of a save training may go on; one is under way at most.
+`checkpoints/step-000012/` holds a directory per role and `manifest.json`, which contains its own hash and the hash of
+each role's manifest, which in turn contains the hashes of its files. It is written next to its final place, published
+by one rename, and removed in the same way. Training may continue between the start and the end of a save. At most one
+save is under way.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ _STAGED, _REMOVED = ".saving", ".removing"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifests agree; the hashes of its files are checked where they are loaded."""
+    """A checkpoint with consistent manifests. The hashes of its files are checked when they are loaded."""
 
     path: Path
     step: int
     state: dict[str, Any]
     is_best: bool
-    """Whether it was the best when it was saved."""
+    """Whether it was the best checkpoint when it was saved."""
     drawn_ahead: bytes
     """Batches that were drawn and not trained."""
 
 
-def find_checkpoint(directory: Path, which: str) -> Path:
-    """Return the checkpoint that is called `latest`, `best`, or by its step, whole as far as its manifests tell."""
+def find_checkpoint(directory: Path, name: str) -> Path:
+    """Return the checkpoint named `latest`, `best` or by its step, after checking its manifests."""
     steps = steps_in(directory)
-    number = steps[-1] if which == "latest" and steps else best_step(directory) if which == "best" else None
-    if which.isdecimal() and int(which) in steps:
-        number = int(which)
+    number = steps[-1] if name == "latest" and steps else best_step(directory) if name == "best" else None
+    if name.isdecimal() and int(name) in steps:
+        number = int(name)
     if number is None:
-        there = ", ".join(map(str, steps)) or "none"
-        fix = "choose latest, or one of these steps" if steps else "save one: training.save_every"
-        raise CheckpointError(f'no checkpoint "{which}"; steps that have one: {there}', where=str(directory), fix=fix)
+        known = ", ".join(map(str, steps)) or "none"
+        fix = "choose `latest` or one of these steps" if steps else "set training.save_every to save checkpoints"
+        raise CheckpointError(f'no checkpoint "{name}"; saved steps: {known}', where=str(directory), fix=fix)
     return _read(directory, number).path
 
 
 def best_step(directory: Path) -> int | None:
-    """Return the step of the best checkpoint; None where none has been called so."""
+    """Return the step of the best checkpoint; None if no checkpoint was marked as best."""
     pointer = directory / "best"
     if not pointer.exists():
         return None
@@ -63,9 +64,9 @@ def best_step(directory: Path) -> int | None:
     try:
         return steps[files.read_text(pointer)]
     except (OSError, ValueError, KeyError) as error:
-        what = f"it should name a checkpoint, one of {', '.join(steps) or 'none'}"
-        fix = "write that name into it, or remove it: the next best is named anew"
-        raise CheckpointError(what, where=str(pointer), fix=fix) from error
+        problem = f"it does not name a checkpoint; the checkpoints are: {', '.join(steps) or 'none'}"
+        fix = "write one of these names into it, or remove it: the next best checkpoint recreates it"
+        raise CheckpointError(problem, where=str(pointer), fix=fix) from error
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,11 @@ class CheckpointManager:
         self._keep = keep
         self._events = events
         self._pointers: dict[str, Path] = {}
-        """What `latest` and `best` are to name, where that could not be written yet."""
+        """Targets of `latest` and `best` that could not be written yet."""
         directory.mkdir(mode=0o700, exist_ok=True)
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, whole or damaged."""
+        """Return the steps that have a checkpoint, intact or damaged."""
         return steps_in(self._directory)
 
     def begin(
@@ -105,8 +106,8 @@ class CheckpointManager:
         assert self._save is None, "one save at a time"
         staged = self._directory / f"{_STAGED}-{step:06d}"
         for leftover in [*self._directory.glob(f"{_STAGED}-*"), *self._directory.glob(f"{_REMOVED}-*")]:
-            self._warn(f"{leftover.name} was left by a process that did not end it; removed")
-            shutil.rmtree(leftover, ignore_errors=True)  # what stays is in nobody's way, and met again
+            self._warn(f"{leftover.name} was left by an interrupted process; removed")
+            shutil.rmtree(leftover, ignore_errors=True)  # leftovers do no harm; the next save tries again
         staged.mkdir(mode=0o700)
         save = _Save(step, staged, roles, dict(state), is_best, time.monotonic())
         with _removed_on_failure(staged):
@@ -121,13 +122,13 @@ class CheckpointManager:
         return self._save is not None
 
     def is_written(self) -> bool:
-        """Return whether one is under way whose end need not be waited for."""
+        """Return whether a save is under way and all its files are written."""
         return self._save is not None and all(
             all(role.group.checkpoint_is_written()) for role in self._save.roles.values()
         )
 
     def finish(self) -> None:
-        """Have the checkpoint that was begun on disk and visible; then remove those that are not kept."""
+        """Complete and publish the checkpoint under way, then remove the checkpoints that are not kept."""
         assert self._save is not None, "a save was begun"
         save, self._save = self._save, None
         target = checkpoint_of(self._directory, save.step)
@@ -144,7 +145,7 @@ class CheckpointManager:
             if (drawn_ahead := save.staged / DRAWN_AHEAD).exists():
                 manifest["drawn_ahead"] = files.sha256(drawn_ahead)
             files.write_text(save.staged / MANIFEST, json.dumps(manifest | {"sha256": _sha256(manifest)}))
-            if target.exists():  # a resumed run has done this step again
+            if target.exists():  # a resumed run repeated this step
                 shutil.rmtree(target)
             files.publish_directory(save.staged, target)
         self._pointers |= {"latest": target} | ({"best": target} if save.is_best else {})
@@ -154,43 +155,44 @@ class CheckpointManager:
         self._events.write(Saved("checkpoint", save.step, str(target), num_bytes, time.monotonic() - save.began))
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint, or none where there is none. A damaged one is an error: nothing is lost in silence.
+        """Return the newest checkpoint, or None. Raise an error if it is damaged, so that no step is lost
+        silently.
 
-        The `latest` file is for people: what is there is what counts.
+        The `latest` file is for people. The directories decide.
         """
         steps = self.steps()
         if not steps:
             return None
-        found = _read(self._directory, steps[-1])
-        if found.is_best:  # the process that saved it may have died before it said so
-            self._pointers["best"] = found.path
+        checkpoint = _read(self._directory, steps[-1])
+        if checkpoint.is_best:  # the process may have died before it wrote `best`
+            self._pointers["best"] = checkpoint.path
             self._point()
-        return found
+        return checkpoint
 
     def _point(self) -> None:
-        """Have `latest` and `best` name what they are to; what cannot be written is, after the next save."""
+        """Write `latest` and `best`. If one cannot be written, try again after the next save."""
         for name, target in list(self._pointers.items()):
             try:
                 files.write_text(self._directory / name, target.name)
                 del self._pointers[name]
             except OSError as error:
-                self._warn(f"{name} cannot be written, and will name {target.name} after the next save: {error}")
+                self._warn(f"cannot write {name}, retrying after the next save; it should name {target.name}: {error}")
 
     def _delete_old(self) -> None:
         try:
             best = best_step(self._directory)
             kept = {best and checkpoint_of(self._directory, best), self._pointers.get("best")}
         except CheckpointError as error:
-            self._warn(f"none is removed: {error}")
+            self._warn(f"no old checkpoint is removed: {error}")
             return
         for path in (checkpoint_of(self._directory, step) for step in self.steps()[: -self._keep]):
             if path not in kept:
                 try:
                     removed = path.with_name(f"{_REMOVED}-{path.name}")
-                    path.rename(removed)  # at once: half of a checkpoint is not to be taken for one
+                    path.rename(removed)  # atomic: half a checkpoint must not be visible
                     shutil.rmtree(removed)
                 except OSError as error:
-                    self._warn(f"{path.name} cannot be removed, which is tried again after the next save: {error}")
+                    self._warn(f"cannot remove {path.name}, retrying after the next save: {error}")
 
     def _warn(self, message: str) -> None:
         self._events.write(Warned("checkpoint", message))
@@ -214,22 +216,22 @@ def _read(directory: Path, step: int) -> Checkpoint:
     try:
         manifest: dict[str, Any] = json.loads(files.read_text(path / MANIFEST))
         if manifest["format"] != _FORMAT or manifest["step"] != step:
-            raise ValueError(f"it says format {manifest['format']}, step {manifest['step']}")
+            raise ValueError(f"the manifest has format {manifest['format']}, step {manifest['step']}")
         if manifest.pop("sha256") != _sha256(manifest):
-            raise ValueError(f"{MANIFEST} is not what was saved")
+            raise ValueError(f"{MANIFEST} has a wrong checksum")
         for name, sha256 in manifest["roles"].items():
             if files.sha256(path / name / MANIFEST) != sha256:
-                raise ValueError(f"{name}/{MANIFEST} is not what was saved")
+                raise ValueError(f"{name}/{MANIFEST} has a wrong checksum")
         drawn_ahead = b""
         if "drawn_ahead" in manifest:
             drawn_ahead = files.read_bytes(path / DRAWN_AHEAD, (path / DRAWN_AHEAD).stat().st_size)
             if hashlib.sha256(drawn_ahead).hexdigest() != manifest["drawn_ahead"]:
-                raise ValueError(f"{DRAWN_AHEAD} is not what was saved")
+                raise ValueError(f"{DRAWN_AHEAD} has a wrong checksum")
         return Checkpoint(path, step, dict(manifest["state"]), bool(manifest["is_best"]), drawn_ahead)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        older = f"; the one before is step {steps_in(directory)[-2]}" if len(steps_in(directory)) > 1 else ""
+        previous = f"; the previous one is step {steps_in(directory)[-2]}" if len(steps_in(directory)) > 1 else ""
         raise CheckpointError(
-            f"the newest checkpoint is damaged: {error}{older}",
+            f"the newest checkpoint is damaged: {error}{previous}",
             where=str(path),
-            fix="move it away to go on from the one before, or set training.resume=never and another run.name",
+            fix="move it away to resume from the previous one, or set training.resume=never and another run.name",
         ) from error

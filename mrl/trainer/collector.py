@@ -1,4 +1,4 @@
-"""The samples of a step: prompts drawn, responses generated and scored, and what is changed of their scores."""
+"""Samples of a step: draw prompts, generate and score responses, and adjust the scores."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.trainer.step_metrics import written_lengths
 
 
 class Collector:
-    """Collects a batch whole, or draws its prompts and finishes its samples where others generate in between."""
+    """Collects whole batches, or draws prompts and finishes samples if generation happens elsewhere in between."""
 
     def __init__(self, config: Config, prompts: PromptLoader, generator: Generator, models: ModelScores) -> None:
         self._config = config
@@ -30,7 +30,7 @@ class Collector:
         return self._penalized(scored)
 
     def draw(self) -> DataProto:
-        """Return the prompts of the next batch, a row for each sample."""
+        """Return the prompts of the next batch, one row for each sample."""
         return self._prompts.next_batch().repeat(self._config.batch.samples_per_prompt)
 
     def learn(self, batch: DataProto) -> None:
@@ -40,7 +40,7 @@ class Collector:
         return self._penalized(self._models.add(scored, learn=True))
 
     def _penalized(self, scored: ScoredBatch) -> ScoredBatch:
-        """Return the samples with what their lengths cost them."""
+        """Return the samples with the length penalty subtracted."""
         overlong = self._config.algorithm.overlong
         if overlong is None:
             return scored
@@ -51,9 +51,9 @@ class Collector:
         return ScoredBatch(batch, scored.metrics | {"reward/overlong_penalty": float(penalty_B.mean())})
 
     def generate(self, prompts: DataProto, step: int) -> ScoredBatch:
-        """Generate samples of these prompts; for ReMax also the greedy answer, whose score is the baseline.
+        """Generate samples for these prompts; for ReMax also the greedy answers, whose scores are the baseline.
 
-        Reward models score when both are there: on the engines' devices, these sleep until they are asked again.
+        Reward models score after both. On the engines' devices this puts the engines to sleep until the next request.
         """
         generator, models = self.generator, self._models
         scored = generator.run(prompts.repeat(self._config.batch.samples_per_prompt), generator.training, step)
@@ -64,45 +64,45 @@ class Collector:
         scored, greedy = models.add(scored, learn=True), models.add(unscored).batch
         baseline = dict(zip(greedy["uid"], greedy["scores"].tolist(), strict=True))
         uids = scored.batch["uid"]
-        kept = scored.batch.take([row for row, uid in enumerate(uids) if uid in baseline])
-        scores = torch.tensor([baseline[uid] for uid in kept["uid"]], dtype=torch.float64)
-        kept = kept.with_column("baseline_scores", scores)
-        return ScoredBatch(kept, scored.metrics | {"reward/greedy/mean": float(scores.mean())})
+        with_baseline = scored.batch.take([row for row, uid in enumerate(uids) if uid in baseline])
+        scores = torch.tensor([baseline[uid] for uid in with_baseline["uid"]], dtype=torch.float64)
+        with_baseline = with_baseline.with_column("baseline_scores", scores)
+        return ScoredBatch(with_baseline, scored.metrics | {"reward/greedy/mean": float(scores.mean())})
 
 
 def full_batch(config: Config, prompts: PromptLoader, generate: Callable[[DataProto], ScoredBatch]) -> ScoredBatch:
-    """Return the scored samples of `batch.prompts_per_step` prompts. DAPO discards rounds, counted and bounded."""
-    settings, wanted = config.algorithm.dynamic_sampling, config.batch.prompts_per_step
+    """Return scored samples of `batch.prompts_per_step` prompts. DAPO discards groups, up to a limit of rounds."""
+    settings, needed = config.algorithm.dynamic_sampling, config.batch.prompts_per_step
     if settings is None:
         return generate(prompts.next_batch())
     rounds: list[ScoredBatch] = []
     kept: list[DataProto] = []
     num_kept = num_uniform = 0
-    while num_kept < wanted:
+    while num_kept < needed:
         if len(rounds) == settings.most_rounds:
             raise RewardError(
-                f"{num_kept} of {wanted} prompts have samples that score differently, after {len(rounds)} rounds of "
-                f"{wanted} prompts each; all samples of {num_uniform} prompts score the same",
+                f"only {num_kept} of {needed} prompts have samples with different scores after {len(rounds)} rounds of "
+                f"{needed} prompts each; {num_uniform} prompts have equal scores in all samples",
                 where="algorithm.dynamic_sampling",
-                fix="the task is too easy or too hard for this model; or raise algorithm.dynamic_sampling.most_rounds",
+                fix="choose harder or easier tasks for this model, or raise algorithm.dynamic_sampling.most_rounds",
             )
         scored = generate(prompts.next_batch())
         rounds.append(scored)
         scores, lengths = scored.batch["scores"], torch.from_numpy(written_lengths(scored.batch))
-        found = filter_groups(Outcomes(scores, list(scored.batch["uid"]), lengths))
-        number = min(wanted - num_kept, len(found.kept_uids))
-        kept.append(scored.batch.take(found.take(number).numpy()))
+        groups = filter_groups(Outcomes(scores, list(scored.batch["uid"]), lengths))
+        number = min(needed - num_kept, len(groups.kept_uids))
+        kept.append(scored.batch.take(groups.take(number).numpy()))
         num_kept += number
-        num_uniform += found.num_uniform
-    metrics = {name: float(np.mean([each.metrics.get(name, np.nan) for each in rounds])) for name in rounds[-1].metrics}
+        num_uniform += groups.num_uniform
+    metrics = {name: float(np.mean([part.metrics.get(name, np.nan) for part in rounds])) for name in rounds[-1].metrics}
     metrics |= {"sampling/rounds": len(rounds), "sampling/uniform_prompts": num_uniform}
     return ScoredBatch(DataProto.concat([batch for batch in kept if len(batch)]), metrics)
 
 
 def solved_shares(config: Config, batch: DataProto) -> dict[str, float]:
-    """Return the share of each prompt's samples that were solved, by its uid.
+    """Return the share of each prompt's samples that were solved, by uid.
 
-    Prompts that a reward model alone scores are not there: its scores have no mark from which they are right.
+    Prompts scored only by a reward model are left out: its scores have no threshold for a correct answer.
     """
     sources = [config.reward.scores(name) or config.agent.scores(name) for name in batch["data_source"]]
     batch = batch.take(np.flatnonzero(sources))

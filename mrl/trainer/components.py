@@ -1,4 +1,4 @@
-"""All that a trainer works with: workers, engines, prompts, rewards. They start and end together."""
+"""Workers, engines, prompts and rewards of one run, started and stopped together."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ _CLIENTS = {
 
 
 def kind_of(role: str) -> str:
-    """Return the key above: that of `reward_models.NAME` is the one of `reward_model`."""
+    """Return the role's key in the tables above: `reward_model` for `reward_models.NAME`."""
     return "reward_model" if role.startswith("reward_models.") else role
 
 
 @dataclass
 class Components:
-    """What a step calls."""
+    """The parts that a step uses."""
 
     actor: ActorClient
     critic: CriticClient | None
@@ -87,7 +87,7 @@ class Components:
     kl: KLController
     turns: DeviceTurns
     reference: ReferenceClient | None = None
-    """None where the actor keeps the reference, or no KL is charged."""
+    """None if the actor holds the reference, or if there is no KL penalty."""
     teacher: TeacherClient | None = None
 
     @property
@@ -102,12 +102,12 @@ class Components:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
-        self.model_scores.load_state_dict(state.get("model_scores", {}))  # older runs have saved none
+        self.model_scores.load_state_dict(state.get("model_scores", {}))  # missing in checkpoints of older versions
 
 
 @contextmanager
 def build_components(config: Config, directory: Path, events: EventLog, clock: StepTimer) -> Iterator[Components]:
-    """Start everything. What can fail cheaply comes first: prompts and rewards before any device is asked for."""
+    """Start everything. Prompts and rewards come first: their errors should appear before devices are requested."""
     config = in_directories(config)
     with ExitStack() as stack:
         tokenizer = load_tokenizer(config.model.path, config.data)
@@ -127,7 +127,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
         validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
         check_best(config, validation)
         if config.judge is None:
-            rewards, others = _managers(config, {}, events, stack)
+            rewards, validation_rewards = _managers(config, {}, events, stack)
         dialogs = open_dialogs(config, tokenizer, events.write, stack)
         with clock("start"):
             probe = stack.enter_context(model_probe(config, list(config.model_roles()), tokenizer, events))
@@ -139,15 +139,15 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             roles = with_models(config, groups, events, probe, turns)
             hybrid.connect()
             if config.judge is not None:
-                asked = stack.enter_context(judge_served(config.judge, config.cluster.device, context))
-                rewards, others = _managers(config, asked, events, stack)
+                judge_environment = stack.enter_context(judge_served(config.judge, config.cluster.device, context))
+                rewards, validation_rewards = _managers(config, judge_environment, events, stack)
         judge = generator = Generator(config, hybrid, rewards, tokenizer, clock.progress, dialogs)
         if config.validation.reward_functions:
-            judge = Generator(config, hybrid, others, tokenizer, clock.progress, dialogs)
+            judge = Generator(config, hybrid, validation_rewards, tokenizer, clock.progress, dialogs)
         validator = Validator(config, validation, judge, directory, events)
         engine_probe = EngineProbe(config, hybrid, roles["actor"], tokenizer, events)
         models = ModelScores(scoring_models(config, roles, tokenizer), clock, hybrid.pause)
-        if config.asynchrony.ahead and config.asynchrony.weights == "between":  # in another thread, which has no phases
+        if config.asynchrony.ahead and config.asynchrony.weights == "between":  # its thread has no phases
             models = ModelScores(scoring_models(config, roles, tokenizer))
         stream = open_stream(config, Collector(config, prompts, generator, models), hybrid, engine_probe, clock)
         stack.callback(stream.close)
@@ -170,26 +170,26 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
 def _managers(
     config: Config, environment: Mapping[str, str], events: EventLog, stack: ExitStack
 ) -> tuple[RewardManager | None, RewardManager | None]:
-    """Start what scores samples of training, and of validation where it has functions of its own."""
-    make, rewards, others = manager_class(config.reward), None, None
+    """Start the reward managers of training, and of validation if it has its own functions."""
+    make, rewards, validation_rewards = manager_class(config.reward), None, None
     in_environments = bool(config.agent.environments)
     if config.reward.functions:
         reward, is_model = config.reward.told(environment), bool(config.scoring_models())
         rewards = stack.enter_context(make(reward, events, others_score=is_model or in_environments))
     if config.validation.reward_functions:
-        told = config.validation_reward().told(environment)
-        others = stack.enter_context(make(told, events, others_score=in_environments))
-    return rewards, others
+        validation_reward = config.validation_reward().told(environment)
+        validation_rewards = stack.enter_context(make(validation_reward, events, others_score=in_environments))
+    return rewards, validation_rewards
 
 
 def manager_class(config: RewardConfig) -> type[RewardManager]:
-    """Return the class that scores: mrl's, or the user's own."""
-    found: type[RewardManager] = load_attribute(config.manager) if config.manager else RewardManager
-    return found
+    """Return the reward manager's class: mrl's or the user's."""
+    manager: type[RewardManager] = load_attribute(config.manager) if config.manager else RewardManager
+    return manager
 
 
 def check_model(setup: ModelSetup) -> None:
-    """Refuse a model whose files cannot be what its config.json says; only their headers are read."""
+    """Raise an error if the headers of the model's files contradict its config.json."""
     spec = read_spec(setup.path)
     HfReader(setup.path).check(spec, setup.head, setup.new_head)
 
@@ -214,7 +214,7 @@ def model_setup(role: str, config: Config) -> ModelSetup:
 def started_groups(
     config: Config, context: RunContext, roles: Sequence[str]
 ) -> Iterator[dict[str, Future[RayWorkerGroup]]]:
-    """The processes of these roles, which start at once, for the length of the block."""
+    """Start the processes of these roles at the same time; stop them after the block."""
     with ThreadPoolExecutor(len(roles) or 1, "start") as threads:
         groups = {name: threads.submit(_start, name, config, context) for name in roles}
         try:
@@ -227,7 +227,7 @@ def started_groups(
 
 
 def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
-    """Start the processes of a role; their models come later, all roles' at once."""
+    """Start the processes of a role. Models are loaded later, for all roles at the same time."""
     horizon, distillation = config.rollout.max_response_tokens, config.algorithm.distillation
     arguments: dict[str, list[Any]] = {
         "actor": [config.algorithm, config.rollout.temperature, horizon],
@@ -246,7 +246,7 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
 def model_probe(
     config: Config, roles: Sequence[str], tokenizer: ChatTokenizer, events: EventLog
 ) -> Iterator[ModelProbe]:
-    """Have transformers compute a text by the models of these roles but the actor's, which engines are held against."""
+    """Compute a text with transformers for these roles, except the actor, which is compared with the engines."""
     setups = {role: model_setup(role, config) for role in roles if role != "actor" and config.model.verify}
     with ModelProbe(setups, tokenizer, events, config.deadlines.call_s).asked() as probe:
         yield probe
@@ -259,7 +259,7 @@ def with_models(
     probe: ModelProbe,
     turns: DeviceTurns,
 ) -> dict[str, Any]:
-    """Load the models side by side, but on one GPU in turn: loading takes memory of its own."""
+    """Load the models in parallel, but one after another on the same GPU, because loading takes extra memory."""
 
     def load(names: Sequence[str]) -> dict[str, RoleClient]:
         loaded: dict[str, RoleClient] = {}
@@ -285,9 +285,9 @@ def kl_controller(config: Config) -> KLController:
 
 @contextmanager
 def judge_served(judge: JudgeConfig, device: str, context: RunContext) -> Iterator[dict[str, str]]:
-    """Start a server for each engine; yield what reward workers must have in their environment to ask them.
+    """Start a server for each engine. Yield the environment variables that reward workers need to reach the servers.
 
-    Where too few samples have a reward and a server has ended meanwhile, that is the reason, and a loss.
+    If too few samples get a reward and a server has died, raise `WorkerDied` with both reasons: the run can restart.
     """
     deadlines, slots = context.deadlines, context.resources.device_slots(JUDGE)
     addresses = [context.resources.node(device.node_id).network.address for device in slots.devices]
@@ -301,11 +301,11 @@ def judge_served(judge: JudgeConfig, device: str, context: RunContext) -> Iterat
         urls = [url for url in group.serve(addresses, gpus, key) if url]
         yield {URLS_VARIABLE: " ".join(urls), KEY_VARIABLE: key}
     except RewardError as error:
-        ended = {rank: how for rank, how in enumerate(group.ends()) if how}
+        ended = {rank: state for rank, state in enumerate(group.ends()) if state}
         if not ended:
             raise
-        said = "\n".join(f"the judge's server of rank {rank} has ended {how}" for rank, how in ended.items())
-        fix = "mend what ended it; training.max_restarts has a run go on by itself"
-        raise WorkerDied(f"{said}\n{error.what}", fix=fix, role=JUDGE, ranks=list(ended)) from error
+        message = "\n".join(f"the judge server of rank {rank} ended: {state}" for rank, state in ended.items())
+        fix = "fix the cause; with training.max_restarts the run restarts by itself"
+        raise WorkerDied(f"{message}\n{error.what}", fix=fix, role=JUDGE, ranks=list(ended)) from error
     finally:
         group.shutdown()

@@ -1,7 +1,7 @@
-"""Whose turn it is on devices that several roles share: a role gives back cached memory when its turn ends.
+"""Turns of roles on shared devices: a role releases its cached memory at the end of its turn.
 
-Allocators keep freed memory for their own process. Between passes of one role that saves time; another role's process
-cannot have this memory.
+Allocators cache freed memory for their own process. This saves time between passes of one role, but keeps the memory
+from the other roles' processes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from mrl.controller import RayWorkerGroup
 
 
 class DeviceTurns:
-    """The last role that computed at each place. Roles take turns from one thread; what computes in another does not
-    take part. Places are pools, and on CPUs the memory of the machine, which all have in common."""
+    """The role that computed last in each place: a pool or, on CPUs, the machine.
+
+    Roles take turns from one thread. Calls from other threads do not take part.
+    """
 
     def __init__(self, config: Config) -> None:
         pools, on_cpu = config.placement.roles, config.cluster.device == "cpu"
@@ -21,11 +23,11 @@ class DeviceTurns:
         self._last: dict[str, RayWorkerGroup] = {}
 
     def shares(self, role: str) -> bool:
-        """Return whether other processes work with the memory of this role's devices between its turns."""
+        """Return whether processes of other roles use the memory of this role's devices between its turns."""
         return role in self._places
 
     def begin(self, group: RayWorkerGroup) -> None:
-        """Have a role compute; the one before it at the same place gives back what it keeps."""
+        """Begin a role's turn. The previous role in the same place releases its cached memory."""
         if (place := self._places.get(group.role)) is None:
             return
         last = self._last.get(place)
@@ -34,7 +36,7 @@ class DeviceTurns:
         self._last[place] = group
 
     def end(self) -> None:
-        """End all turns: engines or the driver go on."""
+        """End all turns, before the engines or the driver continue."""
         while self._last:
             _, group = self._last.popitem()
             group.give_back()

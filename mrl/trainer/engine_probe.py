@@ -1,4 +1,4 @@
-"""Do engines compute what the trainer computes? A probe of each engine, and the mean over each step's samples."""
+"""Comparison of engines with the trainer: a probe of each engine, and the mean over each step's samples."""
 
 from __future__ import annotations
 
@@ -23,34 +23,37 @@ from mrl.rounding import round_up
 from mrl.trainer.role_client import ActorClient
 
 EXPECTED = {"float32": 0.001, "rounded": 0.05, "rounded experts": 0.1}
-"""Mean differences that are expected at most: in float32, in 16 bits, and with experts, whose routes turn at ties."""
+"""Largest expected mean differences: in float32, in 16 bits, and with experts, whose routing flips at ties."""
 STOPS_AT = 10
-"""Times the expected difference, at which a run stops. No GPU has calibrated the expected ones."""
+"""Factor on the expected difference at which a run stops. The expected differences are not calibrated on GPUs."""
 ROUNDED_LOGITS = {0.0: 0.0, 0.1: 0.0041, 0.3: 0.0059, 0.5: 0.0096, 1.0: 0.0154, 2.0: 0.0224}
-"""Entropy in nats -> mean difference of log-probs made by rounding logits to bfloat16, and by nothing else: normal
-logits of 32,000 tokens scaled to that entropy, the largest at 25 to 28; 20 tokens drawn from each of 400 rows."""
+"""Entropy in nats -> mean log-prob difference caused by rounding logits to bfloat16 alone.
+
+Measured with normal logits of 32,000 tokens scaled to that entropy, the largest at 25 to 28; 20 tokens drawn from each
+of 400 rows.
+"""
 _FLOAT32_ROUNDS = 1e-5
-"""As measured on CPUs: packing and kernels differ."""
+"""Measured on CPUs: packing and kernels differ."""
 
 
 @dataclass(frozen=True)
 class EngineDifference:
-    """A mean difference of log-probs between engines and trainer, at the same weights."""
+    """Mean difference of log-probs between engines and trainer, at the same weights."""
 
     about: str
     claim: str
-    """What does not hold where the difference is too large."""
+    """Statement that is false if the difference is too large."""
     over: str
-    """The tokens that were compared."""
+    """Tokens that were compared."""
     mean: float
     entropy: float
-    """Of the policy at these tokens, in nats; NaN where it is not known."""
+    """Entropy of the policy at these tokens, in nats; NaN if unknown."""
     others: str = ""
 
 
 @dataclass(frozen=True)
 class DifferenceLimits:
-    """Mean differences beyond which the run is warned, and beyond which it stops."""
+    """Mean differences above which the run warns, and above which it stops."""
 
     warns: float
     stops: float
@@ -58,61 +61,63 @@ class DifferenceLimits:
 
     @classmethod
     def of(cls, config: Config) -> DifferenceLimits:
-        """Return the user's number, which stops the run, or what the number formats and experts explain."""
+        """Return the user's limit, which stops the run, or the limits that number formats and experts explain."""
         if (tolerance := config.sync.probe_tolerance) is not None:
             return cls(tolerance, tolerance, f"sync.probe_tolerance={tolerance:g}")
         dtypes = number_formats(config)
         has_experts = dtypes != ["float32"] and read_spec(config.model.path).moe is not None
         kind = "float32" if dtypes == ["float32"] else "rounded experts" if has_experts else "rounded"
-        expected, what = EXPECTED[kind], " and ".join(dtypes) + " with experts" * has_experts
+        expected, formats = EXPECTED[kind], " and ".join(dtypes) + " with experts" * has_experts
         stops = STOPS_AT * expected
-        return cls(expected, stops, f"at most {expected:g} is expected in {what}, more than {stops:g} stops the run")
+        return cls(expected, stops, f"at most {expected:g} is expected in {formats}, more than {stops:g} stops the run")
 
 
 def number_formats(config: Config) -> list[str]:
-    """Return the number format of the trainer, and that of the engines where it is another."""
+    """Return the number format of the trainer, and that of the engines if it differs."""
     return [*dict.fromkeys((config.actor.dtype, config.rollout.vllm.get("dtype", config.actor.dtype)))]
 
 
 class DifferenceAudit:
-    """Judges differences: what rounding may have made is warned of and counted, what it cannot have made stops."""
+    """Judges differences. Differences that rounding can explain are counted as warnings; larger ones stop the run."""
 
     def __init__(self, config: Config, events: EventLog) -> None:
         self.limits = DifferenceLimits.of(config)
         self._config, self._events, self.num_warned, self._num_told = config, events, 0, 0
 
-    def judge(self, step: int, found: EngineDifference) -> None:
-        if found.mean <= self.limits.warns:
+    def judge(self, step: int, difference: EngineDifference) -> None:
+        if difference.mean <= self.limits.warns:
             return
-        measured = f"over {found.over} the mean difference of log-probs is {found.mean:.3g}; {self.limits.reason}"
-        measured += f"{found.others}. {self.explanation(found.entropy)}"
-        if not found.mean <= self.limits.stops:  # what is no number, too
+        measured = (
+            f"over {difference.over} the mean difference of log-probs is {difference.mean:.3g}; {self.limits.reason}"
+        )
+        measured += f"{difference.others}. {self.explanation(difference.entropy)}"
+        if not difference.mean <= self.limits.stops:  # also for NaN
             raise AuditFailed(
-                f"step {step}: {found.claim}: {measured}",
-                fix="other kernels, rollout.vllm.dtype or quantization for the engines; a larger sync.probe_tolerance "
-                "only where the difference is the one that these are known to make",
+                f"step {step}: {difference.claim}: {measured}",
+                fix="use other kernels, or another rollout.vllm.dtype or quantization for the engines; raise "
+                "sync.probe_tolerance only if these are known to cause such a difference",
             )
         self.num_warned += 1
-        self._events.write(Warned(found.about, f"step {step}: {measured} Warning {self.num_warned} of this kind."))
+        self._events.write(Warned(difference.about, f"step {step}: {measured} Warning {self.num_warned} of this kind."))
 
     def explanation(self, entropy: float) -> str:
-        """Say how much of a difference rounding explains at this entropy."""
+        """Explain how much of a difference rounding causes at this entropy."""
         if number_formats(self._config) == ["float32"]:
             return f"Rounding to float32 explains about {_FLOAT32_ROUNDS:g}."
         if not math.isfinite(entropy):
-            return "How much of it rounding explains is unknown without the policy's entropy."
-        made = float(np.interp(max(entropy, 0.0), [*ROUNDED_LOGITS], [*ROUNDED_LOGITS.values()]))
-        made /= self._config.rollout.temperature
-        at = f"At an entropy of {entropy:.2g} nats, rounding logits to bfloat16 makes about {made:.2g}"
+            return "Without the policy's entropy, the part that rounding explains is unknown."
+        rounding = float(np.interp(max(entropy, 0.0), [*ROUNDED_LOGITS], [*ROUNDED_LOGITS.values()]))
+        rounding /= self._config.rollout.temperature
+        start = f"At an entropy of {entropy:.2g} nats, rounding logits to bfloat16 causes about {rounding:.2g}"
         overrides = self._config.rollout.vllm.get("hf_overrides") or {}
         if self._config.rollout.engine == "vllm" and overrides.get("head_dtype", "float32") == "float32":
-            return f"{at}, which the engines' float32 heads avoid: the rounding of layers remains."
-        return f"{at} of it; the rounding of layers comes on top."
+            return f"{start}; the engines' float32 heads avoid it, but the rounding in layers remains."
+        return f"{start} of it; the rounding in layers adds to this."
 
     def pop_warnings(self) -> int:
-        """Return how often the run was warned since this was last asked."""
-        found, self._num_told = self.num_warned - self._num_told, self.num_warned
-        return found
+        """Return the number of warnings since the last call."""
+        num_new, self._num_told = self.num_warned - self._num_told, self.num_warned
+        return num_new
 
 
 TEXT = "A ferry crosses the bay in 40 minutes and waits 15 on each side. When is it back where it began? Step by step,"
@@ -120,15 +125,15 @@ MAX_RESPONSE_TOKENS = 64
 SEED = 0
 
 Answers = Mapping[int, Generated]
-"""By the number of the engine."""
+"""Answers by engine number."""
 
 
 class EngineProbe:
-    """Does every engine compute what the trainer computes? One prompt, answered by each and scored by the actor.
+    """Compares every engine with the actor: each engine answers one prompt, and the actor scores the answers.
 
-    Digests prove that an engine got the right bytes; they cannot see kernels that read them in another order, or
-    experts that stayed behind. The step's own samples would show one such engine only in the mean of all. Engines are
-    asked while they are awake, and compared once the actor has its devices again.
+    Digests prove that an engine received the right bytes. They cannot detect kernels that read the bytes in another
+    order, or experts that were not updated. The step's own samples would show one such engine only in the mean over all
+    engines. Engines answer while they are awake, and are compared when the actor has its devices again.
     """
 
     def __init__(
@@ -140,66 +145,68 @@ class EngineProbe:
         ids = np.asarray(prompt[: config.rollout.max_prompt_tokens], dtype=np.int32)
         limit = min(MAX_RESPONSE_TOKENS, config.rollout.max_response_tokens)
         self._request = GenerationRequest("probe", "probe", ids, SEED, limit)
-        # Neither cut nor stopped: the whole distribution is compared, and always as many tokens.
+        # No top-p, top-k or stop: compare the whole distribution, on a fixed number of tokens.
         self._sampling = Sampling(config.rollout.temperature)
 
     def is_due(self, step: int) -> bool:
         return bool(self._every) and step % self._every == 0
 
     def ask(self, step: int) -> Answers:
-        """What engines answer that have not been asked since they started, and every so many steps what all do."""
+        """Return the answers of engines that have not answered since their start, and regularly of all engines."""
         if not self._every:
             return {}
         return self._hybrid.probe(self._request, self._sampling, everyone=self.is_due(step))
 
     def compare(self, step: int, answers: Answers) -> None:
-        """Hold the log-probs of each engine against the actor's; the worst is judged."""
+        """Compare the log-probs of each engine with the actor's, and judge the worst engine."""
         means, entropy = self._mean_differences(answers)
         self._events.write(EnginesCompared(step, {str(engine): mean for engine, mean in means.items()}))
         worst = max(means, key=lambda engine: (not np.isfinite(means[engine]), means[engine]))
         others = ", ".join(f"engine {engine} {mean:.3g}" for engine, mean in means.items() if engine != worst)
-        found = EngineDifference(
+        difference = EngineDifference(
             about=f"engine {worst}",
-            claim=f"engine {worst} does not compute what the trainer computes",
+            claim=f"engine {worst} and the trainer disagree on log-probs",
             over=f"{len(answers[worst].token_ids)} tokens of a fixed prompt",
             mean=means[worst],
             entropy=entropy,
             others=f" ({others})" if others else "",
         )
-        self.audit.judge(step, found)
+        self.audit.judge(step, difference)
 
     def compare_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Judge the mean over a step's samples; return how often the run was warned since the step before."""
+        """Judge the mean over a step's samples. Return the number of warnings since the last step."""
         difference = metrics.get("mismatch/log_prob_abs_diff_mean", metrics.get("actor/rollout_diff"))
         if difference is not None and self._are_comparable(metrics):
             perplexity = metrics.get("mismatch/training_ppl", math.nan)
             entropy = metrics.get("actor/entropy_mean", math.log(perplexity) if perplexity > 0 else math.nan)
-            claim = "it does not hold that the engines sample from the trainer's weights"
+            claim = "the engines and the trainer disagree on the log-probs of the samples"
             self.audit.judge(step, EngineDifference("engines", claim, "the step's samples", difference, entropy))
         return {"sync/engine_warnings": float(self.audit.pop_warnings())}
 
     def _are_comparable(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether a step's samples were drawn from the whole distribution of the weights that scored them."""
+        """Return whether a step's samples come from the whole distribution of the weights that scored them."""
         rollout = self._config.rollout
-        # Where the policy has moved since, engines are compared by their probe alone.
+        # If the policy has changed since then, only the probe compares the engines.
         has_moved = metrics.get("async/staleness/max", 0.0) > 0
         return bool(self._every) and rollout.top_p == 1 and not rollout.top_k and not has_moved
 
     def _mean_differences(self, answers: Answers) -> tuple[dict[int, float], float]:
-        """Return the mean difference of each engine, and the entropy that the actor's log-probs estimate."""
-        each = list(answers.values())
-        # A row for each engine, and more from the first on until every rank has its micro-batches.
-        rows = [each[row % len(each)] for row in range(round_up(len(each), self._actor.row_multiple))]
+        """Return the mean difference of each engine, and the entropy estimated by the actor's log-probs."""
+        generated = list(answers.values())
+        # One row per engine; then repeat them from the first on until every rank has its micro-batches.
+        rows = [generated[row % len(generated)] for row in range(round_up(len(generated), self._actor.row_multiple))]
         columns = {
             "prompts": from_rows([torch.tensor(self._request.prompt_ids) for _ in rows]),
             "responses": from_rows([torch.tensor(row.token_ids) for row in rows]),
         }
         batch = DataProto.from_dict(columns)
         written, _ = self._actor.compute_log_prob(batch)
-        found = batch.union(fetch(written, self._config.deadlines.call_s)).values("old_log_probs").float().cpu().numpy()
-        by_row = np.split(found, np.cumsum(batch.lengths("responses"))[:-1])
+        log_probs = (
+            batch.union(fetch(written, self._config.deadlines.call_s)).values("old_log_probs").float().cpu().numpy()
+        )
+        by_row = np.split(log_probs, np.cumsum(batch.lengths("responses"))[:-1])
         differences = {
             engine: float(np.abs(row - answer.log_probs).mean())
             for (engine, answer), row in zip(answers.items(), by_row[: len(answers)], strict=True)
         }
-        return differences, -float(np.mean(found))
+        return differences, -float(np.mean(log_probs))

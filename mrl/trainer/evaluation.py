@@ -1,4 +1,4 @@
-"""A model measured as validation measures it, by engines that load its files: nothing is trained."""
+"""Evaluation of a model as validation does it, by engines that load its files; nothing is trained."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from mrl.trainer.validation import Validator
 
 
 def engines_alone(config: Config) -> Config:
-    """Return a configuration with as many engines, and no other roles but the judge and reward models.
+    """Return a configuration with the same number of engines, and no other roles except the judge and reward models.
 
-    These keep their pools, and may share that of the engines, which have ended when they start.
+    Those keep their pools. They may share the engines' pool, because the engines have ended when they start.
     """
-    where = config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
-    pools, roles = {where: num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": where}
+    engine_pool = config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
+    pools, roles = {engine_pool: num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": engine_pool}
     for role in config.scoring_models():
         pool = roles[role] = config.placement.roles[role]
         pools[pool] = config.placement.pools[pool]
@@ -53,7 +53,7 @@ def engines_alone(config: Config) -> Config:
 def evaluate(
     config: Config, settings: Sequence[ValidationConfig], directory: Path, events: EventLog, say: Callable[[str], None]
 ) -> list[dict[str, float]]:
-    """Return the figures of each of these, which are those of a run's validation at the same weights."""
+    """Return the figures for each of these settings, equal to those of a validation of a run with the same weights."""
     config = in_directories(engines_alone(config))
     tokenizer = load_tokenizer(config.model.path, config.data)
     for role in ("actor", *config.scoring_models()):
@@ -77,18 +77,20 @@ def evaluate(
         validators, sampled = [], []
         with engines.rollout_mode():
             for number, validation in enumerate(settings, 1):
-                each = replace(config, validation=validation)
-                generator = Generator(each, engines, rewards, tokenizer, lambda done, total: None, dialogs)
-                validators.append(Validator(each, dataset, generator, directory, events))
+                settings_config = replace(config, validation=validation)
+                generator = Generator(settings_config, engines, rewards, tokenizer, lambda done, total: None, dialogs)
+                validators.append(Validator(settings_config, dataset, generator, directory, events))
                 sampled.append(validators[-1].sample())
                 say(f"{number} of {len(settings)} done")
-        ending.close()  # reward models may be given their devices
+        ending.close()  # reward models may need the devices of the engines
         names = list(config.scoring_models())
         probe = stack.enter_context(model_probe(config, names, tokenizer, events))
         groups = stack.enter_context(started_groups(config, context, names))
         roles = with_models(config, groups, events, probe, DeviceTurns(config))
         models = ModelScores(scoring_models(config, roles, tokenizer))
-        found = [validator.measure(0, of_it, models) for validator, of_it in zip(validators, sampled, strict=True)]
+        figures = [
+            validator.measure(0, batches, models) for validator, batches in zip(validators, sampled, strict=True)
+        ]
         for message in (message for validator in validators for message in validator.warnings):
             say(message)
-    return found
+    return figures

@@ -1,4 +1,4 @@
-"""From prompts to scored responses: generation in the engines, and rewards while others still generate."""
+"""Generation of scored responses from prompts: engines generate while the rewards of finished samples are computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mrl.trainer.segments import segment_of
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Responses with their scores; samples without a score are gone from the batch and stand in the metrics."""
+    """Responses with their scores. Samples without a score are removed from the batch and counted in the metrics."""
 
     batch: DataProto
     metrics: dict[str, float]
@@ -38,21 +38,21 @@ class ScoredBatch:
 @dataclass(eq=False)
 class Round:
     number: int
-    """Of the step that it is for."""
+    """Number of the step that uses the samples."""
     batch: DataProto
-    """Of prompts, a row for each response."""
+    """Prompts, one row for each response."""
     dialogs: list[Dialog]
     sizes: Counter[str]
-    """Uid -> its conversations that have not failed."""
+    """Number of conversations per uid that have not failed."""
     num_left: int
-    """Conversations that go on."""
+    """Number of conversations that have not ended."""
     samples: dict[int, Sample] = field(default_factory=dict)
     tickets: dict[int, int] = field(default_factory=dict)
-    """Row -> what names its sample where rewards are."""
+    """Row -> ticket of the sample in the reward manager."""
 
 
 class Generator:
-    """Generates and scores. A response is a conversation with an environment; where there is none, of one turn."""
+    """Generates and scores responses. A response is a conversation with an environment, or one turn without one."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Generator:
         progress: Callable[[int, int], None],
         dialogs: Dialogs | None = None,
     ) -> None:
-        """Make one that knows environments where it is given what speaks with them."""
+        """Create a generator. Without `dialogs` it has no environments."""
         self._config = config
         self.hybrid = hybrid
         self.rewards = rewards
@@ -84,44 +84,44 @@ class Generator:
         self._has_versions = config.asynchrony.ahead > 0
         functions = config.reward.functions.values()
         self._waits_for_groups = self.dialogs.has_environments and any(function.group for function in functions)
-        """A group that loses a conversation is smaller, which is known at the end."""
+        """Whether scoring waits for the end of a group: failed conversations make groups smaller."""
 
     def run(self, batch: DataProto, sampling: Sampling, step: int) -> ScoredBatch:
-        """One response to each row's prompt, with its score. Rows of one uid are its samples, in their order."""
-        found = self.begin(batch, step)
+        """Generate one response to each row's prompt, with its score. The rows of one uid are its samples, in order."""
+        round_ = self.begin(batch, step)
         for done, dialog in enumerate(self._ended(sampling), start=1):
-            self.progress(done, len(found.dialogs))
-            self.add(found, dialog)
-        return self.scored(found, self.rewards.drain() if self.rewards is not None else {})
+            self.progress(done, len(round_.dialogs))
+            self.add(round_, dialog)
+        return self.scored(round_, self.rewards.drain() if self.rewards is not None else {})
 
     def begin(self, batch: DataProto, step: int) -> Round:
         dialogs = self.dialogs.begin(self._openings(batch, step))
         return Round(step, batch, dialogs, Counter(batch["uid"]), len(dialogs))
 
-    def add(self, found: Round, dialog: Dialog) -> None:
-        """Note that a conversation has ended, and have it scored."""
+    def add(self, round_: Round, dialog: Dialog) -> None:
+        """Record the end of a conversation and submit its sample for scoring."""
         row = dialog.opening.row
-        found.num_left -= 1
+        round_.num_left -= 1
         if dialog.failure is not None:
-            found.sizes[dialog.opening.uid] -= 1
+            round_.sizes[dialog.opening.uid] -= 1
         else:
-            found.samples[row] = self._sample(found.batch, dialog)
+            round_.samples[row] = self._sample(round_.batch, dialog)
             if not self._waits_for_groups:
-                self._submit(found, row)
-        if not found.num_left:
-            check_failed_share(self._config.agent, found.dialogs)
+                self._submit(round_, row)
+        if not round_.num_left:
+            check_failed_share(self._config.agent, round_.dialogs)
             if self._waits_for_groups:
-                for each in sorted(found.samples):
-                    self._submit(found, each)
+                for ended_row in sorted(round_.samples):
+                    self._submit(round_, ended_row)
 
-    def _submit(self, found: Round, row: int) -> None:
+    def _submit(self, round_: Round, row: int) -> None:
         if self.rewards is not None:
-            sample = found.samples[row]
-            found.tickets[row] = self.rewards.submit(sample, found.sizes[sample.uid])
+            sample = round_.samples[row]
+            round_.tickets[row] = self.rewards.submit(sample, round_.sizes[sample.uid])
 
-    def scored(self, found: Round, scored: Mapping[int, Outcome]) -> ScoredBatch:
-        """Return the samples of a round that have a score, whose tickets name what was scored."""
-        batch, dialogs, samples, tickets = found.batch, found.dialogs, found.samples, found.tickets
+    def scored(self, round_: Round, scored: Mapping[int, Outcome]) -> ScoredBatch:
+        """Return the samples of a round that have a score. `scored` has the outcome of each ticket."""
+        batch, dialogs, samples, tickets = round_.batch, round_.dialogs, round_.samples, round_.tickets
         outcomes = {row: self._outcome(dialogs[row], scored.get(tickets.get(row, 0))) for row in sorted(samples)}
         metrics = dialog_metrics(dialogs) if self.dialogs.has_environments else {}
         if self.rewards is not None or metrics:
@@ -137,7 +137,7 @@ class Generator:
         rows = np.split(batch.values("prompts").numpy(), np.cumsum(batch.lengths("prompts"))[:-1])
         for row, (ids, uid) in enumerate(zip(rows, batch["uid"], strict=True)):
             number = seen[uid] = seen.get(uid, -1) + 1
-            told = {"messages": batch["messages"][row]} if self.dialogs.has_environments else {}
+            messages = {"messages": batch["messages"][row]} if self.dialogs.has_environments else {}
             openings.append(
                 Opening(
                     row=row,
@@ -150,7 +150,7 @@ class Generator:
                     max_tokens=self._config.rollout.max_response_tokens,
                     ground_truth=batch["ground_truth"][row],
                     extra_info=batch["extra_info"][row],
-                    **told,
+                    **messages,
                 )
             )
         return openings
@@ -165,21 +165,21 @@ class Generator:
     def _outcome(self, dialog: Dialog, scored: Outcome | None) -> Outcome:
         outcomes = [scored] if scored is not None else []
         if dialog.environment is not None:
-            outcomes.append(self._of_environment(dialog, dialog.environment))
+            outcomes.append(self._environment_outcome(dialog, dialog.environment))
         if not outcomes:
-            return Score(0.0, {}, 0.0)  # where only a reward model scores, later
+            return Score(0.0, {}, 0.0)  # only a reward model scores, later
         return sum_of(outcomes, self._config.reward.max_abs_score)
 
-    def _of_environment(self, dialog: Dialog, name: str) -> Outcome:
-        """Return what an environment gives: 0 where a limit ends the conversation before it gives anything.
+    def _environment_outcome(self, dialog: Dialog, name: str) -> Outcome:
+        """Return the outcome of the environment. Conversations that a limit ends before any score get 0.
 
-        To leave such a conversation out would teach the model to come to no end.
+        Removing them from the batch would teach the model to never finish.
         """
         score, config = dialog.score, self._config
         if score is None and not config.scoring_models() and not config.reward.scores(dialog.opening.data_source):
             if dialog.ended_conversation.ended == "done":
-                what = f"neither the environment {name} nor a reward function has scored it"
-                return Failure("bad_result", what, dialog.environment_s)
+                problem = f"the environment {name} and the reward functions gave the conversation no score"
+                return Failure("bad_result", problem, dialog.environment_s)
             score = 0.0
         parts = {} if score is None else {name: score}
         parts |= {f"{name}/{part}": number for part, number in dialog.parts.items()}
@@ -201,11 +201,11 @@ class Generator:
         )
 
     def _text(self, ids: Ids, turn: WrittenTurn) -> str:
-        has_end = turn.finish == "stop" and int(ids[-1]) in self._end_tokens  # a text that ends it stays
+        has_end = turn.finish == "stop" and int(ids[-1]) in self._end_tokens  # stop texts stay in the response
         return self._tokenizer.decode((ids[:-1] if has_end else ids).tolist())
 
     def _with_prompts(self, batch: DataProto, dialogs: Sequence[Dialog]) -> DataProto:
-        """Return the batch with what stood before the model's last segment in the place of the data's prompts."""
+        """Replace the prompts of the data with the text before the model's last segment."""
         if not self.dialogs.has_environments:
             return batch
         texts = {dialog.opening.row: dialog.prompt_text for dialog in dialogs if dialog.prompt_text is not None}
@@ -218,30 +218,30 @@ class Generator:
     ) -> DataProto:
         conversations = [dialogs[row].ended_conversation for row in scores]
         tensors: dict[str, torch.Tensor | Jagged] = {
-            "responses": from_rows([torch.tensor(each.response_ids) for each in conversations]),
-            "rollout_log_probs": from_rows([torch.tensor(each.log_probs) for each in conversations]),
-            "truncated": torch.tensor([each.ended == "length" for each in conversations]),
+            "responses": from_rows([torch.tensor(conversation.response_ids) for conversation in conversations]),
+            "rollout_log_probs": from_rows([torch.tensor(conversation.log_probs) for conversation in conversations]),
+            "truncated": torch.tensor([conversation.ended == "length" for conversation in conversations]),
             "scores": torch.tensor([score.value for score in scores.values()], dtype=torch.float64),
         }
         if self._has_versions:
-            tensors["versions"] = from_rows([torch.tensor(each.versions) for each in conversations])
+            tensors["versions"] = from_rows([torch.tensor(conversation.versions) for conversation in conversations])
         objects: dict[str, list[Any]] = {
             "response_text": [samples[row].response for row in scores],
             "answer": [score.answer for score in scores.values()],
         }
         if self.dialogs.has_environments:
-            tensors["response_mask"] = from_rows([torch.tensor(each.mask) for each in conversations])
+            tensors["response_mask"] = from_rows([torch.tensor(conversation.mask) for conversation in conversations])
             objects["turns"] = [dialogs[row].said or [samples[row].response] for row in scores]
             objects["response_text"] = ["".join(turns) for turns in objects["turns"]]
-            objects["ended"] = [each.ended for each in conversations]
+            objects["ended"] = [conversation.ended for conversation in conversations]
             objects["other_segments"] = [list(map(segment_of, dialogs[row].other_segments)) for row in scores]
         return DataProto.from_dict(tensors=tensors, non_tensors=objects, row_ids=row_ids)
 
 
 class OpenRounds:
-    """The rounds under way, as what a fleet asks for follow-ups: turns of conversations, and what opens meanwhile.
+    """Rounds under way, in the form of the fleet's follow-ups: next turns of conversations, and newly opened rounds.
 
-    Each is whole when its last sample has its score, whatever the others do.
+    A round is complete when its last sample has its score, independent of other rounds.
     """
 
     def __init__(
@@ -252,23 +252,26 @@ class OpenRounds:
         *,
         stays_open: bool = False,
     ) -> None:
-        """Ask `opening` for the numbers and rows of rounds that may begin, and put those that are `whole` there."""
+        """Create the rounds.
+
+        `opening` returns the number and rows of rounds that may begin; complete ones go to `whole`.
+        """
         self._generator, self._opening, self._whole = generator, opening, whole
         self._rounds: list[Round] = []
         self._round_of: dict[Dialog, Round] = {}
         self._outcomes: dict[int, Outcome] = {}
-        self._later: Future[Any] = Future()  # never done: whether rounds open is looked at again and again
+        self._later: Future[Any] = Future()  # never done: the fleet polls for new rounds
         self.stays_open = stays_open
-        """Whether to wait for more rounds where none is under way."""
+        """Whether to wait for more rounds when no round is under way."""
 
     def run(self) -> None:
         for _ in self.samples():
             pass
 
     def samples(self) -> Iterator[None]:
-        """Generate until all rounds are whole, and it need not stay open; pause behind each sample.
+        """Generate until all rounds are complete and no more may open. Pause after each sample.
 
-        Whoever stops asking may go on with it later.
+        The caller may stop iterating and continue later.
         """
         generator = self._generator
         for generated in generator.hybrid.generate((), generator.training, self, in_flight=True):
@@ -282,19 +285,19 @@ class OpenRounds:
 
     def take(self) -> Sequence[GenerationRequest]:
         for number, rows in self._opening():
-            found = self._generator.begin(rows, number)
-            self._rounds.append(found)
-            self._round_of |= dict.fromkeys(found.dialogs, found)
+            round_ = self._generator.begin(rows, number)
+            self._rounds.append(round_)
+            self._round_of |= dict.fromkeys(round_.dialogs, round_)
         requests = self._generator.dialogs.take()
         self._advance()
         return requests
 
     def arriving(self) -> Future[Any] | None:
-        """Return what is done when there may be more; None where there cannot."""
+        """Return a future that is done when there may be more requests; None if no more can come."""
         return self._generator.dialogs.arriving() or (self._later if self.stays_open else None)
 
     def _advance(self) -> None:
-        """Have what has been written scored, and publish what is whole."""
+        """Submit finished conversations for scoring, and publish complete rounds."""
         for dialog in self._generator.dialogs.ended():
             self._generator.add(self._round_of.pop(dialog), dialog)
         if self._generator.rewards is not None:
@@ -302,14 +305,14 @@ class OpenRounds:
         self._publish_whole()
 
     def _publish_whole(self) -> None:
-        for found in [each for each in self._rounds if self._is_whole(each)]:
-            self._rounds.remove(found)
-            scored = {ticket: self._outcomes.pop(ticket) for ticket in found.tickets.values()}
+        for round_ in [candidate for candidate in self._rounds if self._is_whole(candidate)]:
+            self._rounds.remove(round_)
+            scored = {ticket: self._outcomes.pop(ticket) for ticket in round_.tickets.values()}
             if self._generator.rewards is not None:
-                outcomes = ((found.samples[row], scored[ticket]) for row, ticket in found.tickets.items())
+                outcomes = ((round_.samples[row], scored[ticket]) for row, ticket in round_.tickets.items())
                 failed = [(sample, outcome) for sample, outcome in outcomes if isinstance(outcome, Failure)]
                 self._generator.rewards.check_share(failed, len(scored))
-            self._whole[found.number] = self._generator.scored(found, scored)
+            self._whole[round_.number] = self._generator.scored(round_, scored)
 
-    def _is_whole(self, found: Round) -> bool:
-        return not found.num_left and all(ticket in self._outcomes for ticket in found.tickets.values())
+    def _is_whole(self, round_: Round) -> bool:
+        return not round_.num_left and all(ticket in self._outcomes for ticket in round_.tickets.values())

@@ -1,6 +1,6 @@
-"""Does a role's model compute what its files say? Asked when it has loaded, of models that no engine is held against.
+"""Comparison of a role's loaded model with transformers. It covers the models that are not compared with an engine.
 
-Transformers computes a fixed text in the driver, layer by layer, while workers start; then the workers do.
+Transformers computes a fixed text in the driver, layer by layer, while the workers start. Then the workers compute it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from mrl.workers.messages import PROBED, ModelSetup
 
 MAX_TOKENS = 48
 _ROUNDING: Mapping[str, float] = {"bfloat16": 2.0**-8, "float32": 2.0**-16, "tf32": 2.0**-11}
-"""The largest relative error of one operation; on a CPU float32 is exact to 2^-24, and sums lose some of it."""
+"""Largest relative error of one operation. On a CPU float32 is exact to 2^-24, and sums lose some of it."""
 
 
 class ModelProbe:
-    """Compares roles with transformers, each once."""
+    """Compares each role with transformers, once."""
 
     def __init__(
         self, setups: Mapping[str, ModelSetup], tokenizer: ChatTokenizer, events: EventLog, timeout_s: float
@@ -45,7 +45,7 @@ class ModelProbe:
 
     @contextmanager
     def asked(self) -> Iterator[ModelProbe]:
-        """Have transformers compute one model after another, for the length of the block."""
+        """Compute the models with transformers, one after another, in a thread that ends with the block."""
         with ThreadPoolExecutor(1, "transformers") as thread:
             try:
                 self._answers = {role: thread.submit(self._ask, role) for role in self._setups}
@@ -63,36 +63,36 @@ class ModelProbe:
             raise CancelledError
 
     def _ids_of(self, role: str) -> Tensor:
-        """Return the text as ids that the role's model has, whatever they mean to it."""
+        """Return the text as token ids within the model's vocabulary. Their meaning does not matter."""
         return self._ids % read_spec(self._setups[role].path).vocab
 
     def compare(self, role: str, client: RoleClient) -> None:
-        """Stop the run where the role's workers compute another model than its files hold."""
+        """Raise an error if the role's workers compute different results from transformers with the same files."""
         if role not in self._answers:
             return
         began, setup = time.monotonic(), self._setups[role]
         row, spec = self._ids_of(role)[: client.longest_row], read_spec(setup.path)
         expected = self._answers[role].result().first(len(row) - 1)
-        found = self._found(client, row)
+        measured = self._answer(client, row)
         dtype: str = setup.settings.dtype
         if dtype == "float32" and client.device != "cpu":
             dtype = "tf32"
         limit = expected.limit(setup.head, _ROUNDING[dtype], spec.num_layers)
         # Rounding may send a token at a tie to another expert.
-        difference = expected.difference(found, setup.head, len(row) // 10 if spec.moe else 0)
+        difference = expected.difference(measured, setup.head, len(row) // 10 if spec.moe else 0)
         self._events.write(ModelCompared(role, len(row), difference, limit, time.monotonic() - began))
         if not difference <= limit:
-            what = "log-probs" if setup.head == "lm" else "hidden states or scores"
+            outputs = "log-probs" if setup.head == "lm" else "hidden states or scores"
             raise AuditFailed(
-                f"{role} does not compute the model of {setup.path}: on a fixed text of {len(row)} tokens its {what} "
-                f"are {difference:.3g} from those of transformers (root mean square), and rounding in "
-                f"{setup.settings.dtype} explains {limit:.3g}",
-                fix="mrl verify layout CONFIG compares the layout on a small model; if it is right, look at "
-                "config.json of the model; model.verify=false trains without this comparison",
+                f"{role} and transformers disagree on {setup.path}: on a fixed text of {len(row)} tokens its {outputs} "
+                f"differ by {difference:.3g} (root mean square), and rounding in "
+                f"{setup.settings.dtype} explains at most {limit:.3g}",
+                fix="run mrl verify layout CONFIG, which compares the layout on a small model; if it passes, check the "
+                "model's config.json; model.verify=false skips this comparison",
             )
 
-    def _found(self, client: RoleClient, row: Tensor) -> ModelAnswer:
+    def _answer(self, client: RoleClient, row: Tensor) -> ModelAnswer:
         columns = {"prompts": from_rows([row[:1].int()]), "responses": from_rows([row[1:].int()])}
-        written = fetch(client.score("probe", DataProto.from_dict(columns)), self._timeout_s)
-        hidden_TH, scores_T = (written.values(name).float().cpu() for name in PROBED)
+        columns_written = fetch(client.score("probe", DataProto.from_dict(columns)), self._timeout_s)
+        hidden_TH, scores_T = (columns_written.values(name).float().cpu() for name in PROBED)
         return ModelAnswer(hidden_TH, scores_T)

@@ -1,4 +1,4 @@
-"""The reward models' part in the scores: what they read of a sample, and what becomes of what they say."""
+"""Scores of reward models: the tokens that a model reads of each sample, and how its raw scores become rewards."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Scores = npt.NDArray[np.float64]
 
 
 class ScoringModel:
-    """One reward model, what becomes of its scores, and the mean and spread of all that it has scored in training."""
+    """One reward model, the scaling of its scores, and the mean and spread of all scores it gave in training."""
 
     def __init__(
         self, role: str, config: ModelScoreConfig, client: RewardModelClient, encoder: ResponseEncoder | None = None
     ) -> None:
-        """Make one that is given texts in its own tokens by an encoder; without it the policy's are its own."""
+        """Create a scoring model. If it has another tokenizer than the policy, pass an encoder."""
         self.config = config
         self.role, self.client, self.encoder = role, client, encoder
         self._num, self._mean, self._squares = 0, 0.0, 0.0
 
     def raw(self, batch: DataProto) -> Scores:
-        """Return what it says of each sample; what is no number stops the run."""
+        """Return the model's score of each sample. A score that is not finite raises an error."""
         rows = batch
         if self.encoder is not None:
             samples = zip(batch["messages"], batch["response_text"], batch["truncated"].tolist(), strict=True)
@@ -48,7 +48,7 @@ class ScoringModel:
                 f"the reward model gives {_sample(batch, row)} a score of {float(scores[row])}; "
                 f"response {batch['response_text'][row]!r:.200}",
                 where=self.role,
-                fix=f"are its weights whole, and is {self.role}.dtype the one that it was made for?",
+                fix=f"check that its weight files are complete and that {self.role}.dtype is its training dtype",
             )
         return scores
 
@@ -56,15 +56,17 @@ class ScoringModel:
         for row, (prompt, response) in enumerate(encoded):
             num = len(prompt) + len(response)
             if num > self.client.capacity:
-                what = f"{_sample(batch, row)} has {num} tokens by its tokenizer; a micro-batch holds"
-                fix = f"a larger {self.role}.max_tokens_per_device"
-                raise RewardError(f"{what} {self.client.capacity}", where=self.role, fix=fix)
+                problem = (
+                    f"{_sample(batch, row)} has {num} tokens with the reward model's tokenizer; a micro-batch holds"
+                )
+                fix = f"increase {self.role}.max_tokens_per_device"
+                raise RewardError(f"{problem} {self.client.capacity}", where=self.role, fix=fix)
         parts = zip(("prompts", "responses"), zip(*encoded, strict=True), strict=True)
         columns = {name: from_rows([torch.tensor(ids) for ids in rows]) for name, rows in parts}
         return DataProto.from_dict(tensors=columns, row_ids=batch.row_ids)
 
     def learn(self, scores: Scores) -> None:
-        """Take these into mean and spread: what they have together follows from what two parts have."""
+        """Merge these scores into the running mean and spread, by the parallel variance formula."""
         if not len(scores):
             return
         num, mean, squares = len(scores), float(scores.mean()), float(np.square(scores - scores.mean()).sum())
@@ -74,16 +76,16 @@ class ScoringModel:
         self._num = total
 
     def scaled(self, scores: Scores) -> tuple[Scores, Metrics]:
-        """Return them by mean and spread, and cut; with what there is to be shown of that."""
+        """Return the scores normalized by mean and spread and clipped, and metrics of both."""
         mean, std, clip, figures = self.config.mean, self.config.std, self.config.clip, {}
         if self.config.running:
             mean, std = self._mean, math.sqrt(self._squares / max(1, self._num))
             figures = {"running_mean": mean, "running_std": std}
-        found = (scores - mean) / (std or 1.0)  # scores that are all alike say nothing, and are 0
+        scaled = (scores - mean) / (std or 1.0)  # equal scores carry no information: 0
         if clip is not None:
-            figures["clipped_share"] = float((np.abs(found) > clip).mean())
-            found = found.clip(-clip, clip)
-        return found, figures
+            figures["clipped_share"] = float((np.abs(scaled) > clip).mean())
+            scaled = scaled.clip(-clip, clip)
+        return scaled, figures
 
     def state_dict(self) -> dict[str, Any]:
         return {"num": self._num, "mean": self._mean, "squares": self._squares}
@@ -93,16 +95,16 @@ class ScoringModel:
 
 
 def scoring_models(config: Config, roles: Mapping[str, Any], policy: ChatTokenizer) -> list[ScoringModel]:
-    found = []
+    models = []
     for role, model in config.scoring_models().items():
         is_other = different_tokens(policy, load_tokenizer(model.path, renders=False))
         encoder = ResponseEncoder(model.path, config.data) if is_other else None
-        found.append(ScoringModel(role, model, roles[role], encoder))
-    return found
+        models.append(ScoringModel(role, model, roles[role], encoder))
+    return models
 
 
 class ModelScores:
-    """Adds what the reward models say to the scores, of each round of samples once it has been generated."""
+    """Adds the scores of the reward models to those of each generated round."""
 
     def __init__(
         self,
@@ -110,12 +112,15 @@ class ModelScores:
         clock: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext(),
         pause: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make one that calls `pause` for the models' devices before they score."""
+        """Create the scores. `pause` is called before the models score, to free their devices."""
         self._models, self._clock, self._pause = models, clock, pause
 
     def add(self, samples: ScoredBatch, *, learn: bool = False) -> ScoredBatch:
-        """Return the samples with their whole scores, and a column of what each model said; without a model as they
-        are. Means and spreads `learn` from samples of training."""
+        """Return the samples with their total scores, and one column of raw scores per model.
+
+        Without models, return them as they came. With `learn`, for training samples, update the running means and
+        spreads.
+        """
         if not self._models:
             return samples
         batch, metrics = samples.batch, dict(samples.metrics)
@@ -148,7 +153,7 @@ class ModelScores:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for model in self._models:
-            if model.role in state:  # else it is new in this run
+            if model.role in state:  # otherwise the model is new in this run
                 model.load_state_dict(state[model.role])
 
 

@@ -1,4 +1,4 @@
-"""The nodes of a run: Ray joined, pools placed, and every node that computes in a state to, before a process starts."""
+"""Preparation of a run's nodes: join Ray, place the pools, and check the nodes before any process starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FAULT_PROBE, _LACK_PROBE = "mrl.libraries:transformer_engine_fault", "mrl.hub:n
 
 @contextmanager
 def placed_run(config: Config | SftConfig, directory: Path, events: EventLog) -> Iterator[RunContext]:
-    """Have the pools of a run on nodes with its libraries and models, for the length of the block."""
+    """Place the pools of a run on nodes that have its libraries and models, for the length of the block."""
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
         resources = ResourcePoolManager(config.placement, config.cluster, config.deadlines)
@@ -32,34 +32,36 @@ def placed_run(config: Config | SftConfig, directory: Path, events: EventLog) ->
 
 
 def check_libraries(config: Config | SftConfig, resources: ResourcePoolManager) -> None:
-    """Refuse a Transformer Engine that is broken on some node: each of its workers would die of it."""
+    """Raise an error if Transformer Engine is broken on a node, where every worker would fail to import it."""
     if config.cluster.device == "cpu":
         return
     names = {node.node_id: node.name for node in resources.nodes}
-    if config.cluster.ray_address is None:  # this is the one machine
+    if config.cluster.ray_address is None:  # one machine
         faults = [transformer_engine_fault()] * len(names)
     else:
         faults = run_on_nodes(list(names), _FAULT_PROBE, [], config.deadlines.start_s)
-    found = [f"node {name}: {fault}" for name, fault in zip(names.values(), faults, strict=True) if fault]
-    if found:
-        raise SetupError("\n".join(found), fix=TRANSFORMER_ENGINE_FIX)
+    broken = [f"node {name}: {fault}" for name, fault in zip(names.values(), faults, strict=True) if fault]
+    if broken:
+        raise SetupError("\n".join(broken), fix=TRANSFORMER_ENGINE_FIX)
 
 
 def fetch_models(config: Config | SftConfig, resources: ResourcePoolManager, events: EventLog) -> None:
-    """See that each node of the pools has the models' directories, or downloads them itself, once for all its ranks.
+    """Download the models on nodes that do not have them, once per node.
 
-    Which nodes these are is known once Ray has placed the pools; other nodes of the cluster are left in peace.
+    Ray has already placed the pools, so that only the nodes of this run download anything.
     """
     if config.cluster.ray_address is None:
-        return  # one machine, which has them
+        return  # one machine, which already has them
     directories = sorted(set(model_names(config).values()))
     names = {node.node_id: node.name for node in resources.nodes}
     answers = run_on_nodes(list(names), _LACK_PROBE, [directories, False], config.deadlines.start_s)
-    lacking = [node for node, answer in zip(names, answers, strict=True) if answer]
-    if not lacking:
+    incomplete = [node for node, answer in zip(names, answers, strict=True) if answer]
+    if not incomplete:
         return
-    what = f"{len(lacking)} of {len(names)} nodes fetch what they lack: {', '.join(names[node] for node in lacking)}"
-    events.write(Warned("models", what))
-    answers = run_on_nodes(lacking, _LACK_PROBE, [directories, True], config.deadlines.download_s)
-    if failed := [f"node {names[node]}: {answer}" for node, answer in zip(lacking, answers, strict=True) if answer]:
-        raise ModelError("\n".join(failed), fix="or put the models on a file system that all nodes share (HF_HOME)")
+    message = (
+        f"{len(incomplete)} of {len(names)} nodes download models: {', '.join(names[node] for node in incomplete)}"
+    )
+    events.write(Warned("models", message))
+    answers = run_on_nodes(incomplete, _LACK_PROBE, [directories, True], config.deadlines.download_s)
+    if failed := [f"node {names[node]}: {answer}" for node, answer in zip(incomplete, answers, strict=True) if answer]:
+        raise ModelError("\n".join(failed), fix="put the models on a file system that all nodes share (HF_HOME)")

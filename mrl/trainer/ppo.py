@@ -1,7 +1,7 @@
-"""READ THIS FIRST. One step of PPO and its relatives: prompts in, a better policy out.
+"""START HERE. One step of PPO and related algorithms: from prompts to an updated policy.
 
-The trainer holds row ids, lengths and scalars. Responses, log-probs, values and advantages go from the workers that
-make them to the workers that read them.
+The trainer keeps row ids, lengths and scalars. Responses, log-probs, values and advantages travel directly from the
+workers that compute them to the workers that read them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FETCH_S = 600.0
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did: its samples, as the driver knows them, and its figures."""
+    """Result of one step: its samples, as the driver sees them, and its metrics."""
 
     step: int
     batch: DataProto
@@ -48,7 +48,7 @@ class StepReport:
 
 
 class RayPPOTrainer:
-    """Trains a policy by PPO, GRPO, RLOO, REINFORCE++, ReMax, DAPO, and what else their pieces make."""
+    """Trains a policy by PPO, GRPO, RLOO, REINFORCE++, ReMax, DAPO and other combinations of their parts."""
 
     config: Config
 
@@ -63,7 +63,7 @@ class RayPPOTrainer:
 
     @contextmanager
     def init_workers(self) -> Iterator[Components]:
-        """Start all roles for the length of the block, and go on from the run's checkpoint where there is one."""
+        """Start all roles for the length of the block. Resume from the run's checkpoint if one exists."""
         with ExitStack() as stack:
             with show_start_progress(self.run):
                 team = build_components(self.config, self.run.directory, self.run.events, self.clock)
@@ -75,13 +75,13 @@ class RayPPOTrainer:
             drawn, version = drawn_from_bytes(self.run.drawn_ahead)
             self.hybrid.version = version or self.hybrid.version
             self.components.stream.go_on(self.num_steps_done, drawn)
-            stack.callback(self.run.finish_save)  # also when the next step fails: the workers are still there
+            stack.callback(self.run.finish_save)  # also after a failed step: the workers still run
             yield self.components
 
     def fit(self) -> dict[str, float]:
-        """Do all steps that are left; return the metrics of the last validation."""
+        """Do all remaining steps. Return the metrics of the last validation."""
         run, validation = self.run, self.config.validation
-        self.clock.pop_seconds()  # what came before belongs to no step
+        self.clock.pop_seconds()  # seconds before the first step belong to no step
         validated: dict[str, float] = {}
         if validation.every and validation.first and not self.num_steps_done:
             validated = self.validate()
@@ -92,7 +92,7 @@ class RayPPOTrainer:
             report = self.step()
             is_last = report.step == self.config.training.steps
             is_due = bool(validation.every) and (is_last or report.step % validation.every == 0)
-            figures = self.validate() if is_due else {}  # of this step alone: no other has them, and no checkpoint
+            figures = self.validate() if is_due else {}  # only for this step's metrics and checkpoint
             validated = figures or validated
             run.publish_save()
             stop = run.should_stop()
@@ -107,7 +107,7 @@ class RayPPOTrainer:
         return validated
 
     def step(self) -> StepReport:
-        """One step. Every line is a phase, and every phase is timed."""
+        """Do one step. Each line is a phase, and each phase is timed."""
         step = self.clock.step = self.num_steps_done + 1
         samples, answers = self.components.stream.next(step)  # responses, rollout_log_probs, scores
         self.compare_engines(step, answers)
@@ -148,13 +148,13 @@ class RayPPOTrainer:
                 updates["actor"] = self.train(self.actor.update_actor, batch, len(samples.batch))
             self.hybrid.weights_changed()
         self.components.turns.end()
-        for name, of_role in updates.items():
-            metrics |= mean_of(of_role, name)
+        for name, reports in updates.items():
+            metrics |= mean_of(reports, name)
         metrics |= step_metrics.distillation_share(metrics)
         num_written = int(step_metrics.written_lengths(rows).sum())
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
         if self.config.algorithm.kl.where in ("reward", "both"):
-            metrics["reward/kl_coef"] = self.components.kl.coef  # the one that this step's rewards were made with
+            metrics["reward/kl_coef"] = self.components.kl.coef  # the coefficient used in this step's rewards
         metrics |= self.components.engine_probe.compare_step(step, metrics)
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
@@ -175,8 +175,8 @@ class RayPPOTrainer:
             metrics |= step_metrics.training_metrics(role, name, seconds.get(f"update_{name}", 0.0), num_trained)
         return metrics
 
-    def _warn_of_metrics(self, name: str, what: str) -> None:
-        message = f"{name} failed, and its figures are missing: {what:.500}"
+    def _warn_of_metrics(self, name: str, reason: str) -> None:
+        message = f"the function {name} failed, so its metrics are missing: {reason:.500}"
         self.run.warn_once("training.metrics", message, of=name)
 
     def record(self, step: int, batch: DataProto, metrics: Metrics) -> None:
@@ -189,7 +189,7 @@ class RayPPOTrainer:
                 write_samples(self.run.directory / "samples", step, sample_columns(batch))
 
     def validate(self) -> dict[str, float]:
-        """Measure the policy as it is now on the validation prompts."""
+        """Evaluate the current policy on the validation prompts."""
         with self.clock("validation"), self.components.stream.settled():
             figures = self.components.validator.run(self.num_steps_done, self.components.model_scores)
             answers = self.components.engine_probe.ask(self.num_steps_done)
@@ -204,16 +204,18 @@ class RayPPOTrainer:
         return figures
 
     def score_of(self, figures: dict[str, float]) -> float | None:
-        """Return what says how good a checkpoint of this moment is, more being better; None without a validation."""
+        """Return the score that ranks this step's checkpoint, higher being better; None without a validation."""
         validation = self.config.validation
         if figures and validation.best not in figures:
-            self.run.warn("validation", f"there is no {validation.best}: no checkpoint of this step can be the best")
+            self.run.warn(
+                "validation", f"the figure {validation.best} is missing: this checkpoint cannot become the best"
+            )
         if validation.best not in figures:
             return None
         return figures[validation.best] * (1 if validation.best_mode == "max" else -1)
 
     def compare_engines(self, step: int, answers: Answers) -> None:
-        """See that the engines that were asked compute what the trainer computes, before anything is learned."""
+        """Compare the engines' answers with the trainer's log-probs, before anything is learned from samples."""
         if answers:
             with self.clock("probe"):
                 self.components.engine_probe.compare(step, answers)
@@ -222,10 +224,12 @@ class RayPPOTrainer:
         if self.replayed is not None:
             self.replayed.compare(step, metrics)
             if step == self.replayed.num_steps:
-                self.run.console.print(f"equal to {self.replayed.directory} to the bit, up to its last step, {step}")
+                self.run.console.print(
+                    f"identical to {self.replayed.directory}, bit for bit, up to its last step, {step}"
+                )
 
     def train(self, update: Callable[[DataProto], Metrics], batch: DataProto, num_samples: int) -> list[Metrics]:
-        """Make all optimizer steps of a role; what each reports."""
+        """Run all optimizer steps of a role. Return the metrics of each."""
         parts = self.updates(batch, num_samples)
         reports: list[Metrics] = []
         for rows in parts:
@@ -234,9 +238,9 @@ class RayPPOTrainer:
         return reports
 
     def updates(self, batch: DataProto, num_samples: int) -> list[DataProto]:
-        """Return the rows of each optimizer step, drawn anew in each epoch over the batch.
+        """Return the rows of each optimizer step, shuffled once per epoch.
 
-        There are as many steps as samples call for, whatever the number of their rows.
+        The number of steps depends on the number of samples, not on the number of rows.
         """
         num_updates = max(1, round(num_samples / self.config.batch.samples_per_update))
         parts = []

@@ -1,6 +1,6 @@
-"""The models' workers as the trainer calls them: a batch is cut into even work here, and what comes back is merged.
+"""The trainer's clients of the models' workers: they cut batches into equal work and merge the results.
 
-Each method is the one of that name in `mrl/workers`: `ActorClient` calls `ActorRolloutRefWorker`, and so on.
+Each method has the name of the method in `mrl/workers`: `ActorClient` calls `ActorRolloutRefWorker`, and so on.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ Metrics = dict[str, float]
 
 
 class RoleClient:
-    """Calls one role's workers. Rows go where the work is even; they come back in any order, with their ids."""
+    """Calls one role's workers.
+
+    Rows are distributed evenly by work; results come back in any order, with their row ids.
+    """
 
     _takes_turns = True
 
     def __init__(self, group: RayWorkerGroup, settings: MegatronModelConfig, turns: DeviceTurns | None = None) -> None:
-        """Load the model; without turns its devices are nobody else's."""
+        """Load the model. Without `turns`, the role does not share its devices."""
         self.group, self._turns = group, turns
         self._max_tokens = settings.max_tokens_per_device
         facts = group.init_model()[0]
@@ -41,42 +44,44 @@ class RoleClient:
 
     @property
     def row_multiple(self) -> int:
-        """Any multiple of this many rows of similar length can be spread over the ranks and their micro-batches."""
+        """Number of rows of similar length whose multiples can be spread over the ranks and their micro-batches."""
         return self.group.mesh.dp * self._packing.count_multiple
 
     @property
     def capacity(self) -> int:
-        """The tokens of a micro-batch, and so of the longest row."""
+        """Number of tokens in a micro-batch, which also limits the longest row."""
         return self._packing.capacity(self._max_tokens)
 
     @property
     def longest_row(self) -> int:
-        """The tokens of the longest row that fits into a micro-batch."""
+        """Number of tokens in the longest row that fits into a micro-batch."""
         return self.capacity // self._packing.row_multiple * self._packing.row_multiple
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Have the workers compute, in this role's turn on their devices."""
+        """Call the workers, as part of this role's turn on their devices."""
         if self._turns is not None and self._takes_turns:
             self._turns.begin(self.group)
         return getattr(self.group, method)(*arguments)
 
     def _forward(self, call: StepCall, batch: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
-        """Return the columns that the model writes for these rows, and the metrics beside them."""
+        """Return the columns that the model writes for these rows, and the metrics."""
         return _merged(self._call(call.method, *self._shards(batch)), prefix)
 
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
-        """Return the advantages, and figures of what they were made of. No model runs: rows are cut by number."""
+        """Return the advantages and metrics about them. No model runs, so rows are cut by number."""
         return _merged(self.group.compute_advantages(batch, whole))
 
     def score(self, method: str, batch: DataProto) -> DataProto:
-        """Return the rows, however many, with the columns that a method writes. Where some rank would have none, it is
-        given rows again."""
+        """Return the rows, in any number, with the columns that a method writes.
+
+        Rows are repeated if a rank would have none.
+        """
         num = round_up(len(batch), self.row_multiple)
-        times = -(-num // len(batch))
-        by_copy = np.arange(times * len(batch)).reshape(-1, times).T.ravel()  # each row once, then each again
-        padded = batch.repeat(times).take(by_copy[:num])
-        written, _ = _merged(self._call(method, *self._shards(padded)))
-        return DataProto(padded.union(written).take(np.arange(len(batch))).columns(), batch.row_ids, {})
+        num_copies = -(-num // len(batch))
+        by_copy = np.arange(num_copies * len(batch)).reshape(-1, num_copies).T.ravel()  # all rows once, then all again
+        padded = batch.repeat(num_copies).take(by_copy[:num])
+        columns, _ = _merged(self._call(method, *self._shards(padded)))
+        return DataProto(padded.union(columns).take(np.arange(len(batch))).columns(), batch.row_ids, {})
 
     def _update(self, method: str, shards: list[DataProto], sizes: list[list[int]]) -> Metrics:
         reports: list[UpdateReport] = self._call(method, shards, sizes)
@@ -88,7 +93,7 @@ class RoleClient:
     def _shards(
         self, batch: DataProto, groups: npt.NDArray[np.int64] | None = None
     ) -> tuple[list[DataProto], list[list[int]]]:
-        """Cut a batch into a shard for each data-parallel rank; return them with the sizes of their micro-batches."""
+        """Cut a batch into one shard per data-parallel rank. Return the shards and the sizes of their micro-batches."""
         lengths = batch.lengths("prompts").astype(np.int64) + batch.lengths("responses")
         plan = plan_step(lengths, self.group.mesh.dp, self._max_tokens, self._packing, groups)
         shards = [batch.take(np.concatenate(batches)) for batches in plan]
@@ -97,17 +102,17 @@ class RoleClient:
 
 class ReferenceClient(RoleClient):
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Return `ref_log_probs` by the policy as it was before training."""
+        """Return `ref_log_probs` of the policy before training."""
         return self._forward(step_calls.REFERENCE_LOG_PROB, batch)[0]
 
 
 class ActorClient(RoleClient):
     def compute_log_prob(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """Return `old_log_probs` by the policy as it is, and how far the engines' are from them."""
+        """Return `old_log_probs` of the current policy, and the engines' distance from them."""
         return self._forward(step_calls.LOG_PROB, batch, "mismatch")
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Return `ref_log_probs` by the policy as it was before training."""
+        """Return `ref_log_probs` of the policy before training."""
         return self._forward(step_calls.REF_LOG_PROB, batch)[0]
 
     def update_actor(self, batch: DataProto) -> Metrics:
@@ -124,12 +129,12 @@ class CriticClient(RoleClient):
 
 
 class RewardModelClient(RoleClient):
-    """Scores may be wanted amid a rollout, in another thread than the turns of others: its own end at once."""
+    """Client for scoring during a rollout, in another thread than the other roles' turns: each turn ends at once."""
 
     _takes_turns = False
 
     def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """Return `rm_scores` of the responses, in their order."""
+        """Return `rm_scores` of the responses, in order."""
         scores = self.score(step_calls.RM_SCORE.method, batch).select(*step_calls.RM_SCORE.writes)
         if self._turns is not None and self._turns.shares(self.group.role):
             self.group.give_back()
@@ -141,19 +146,19 @@ class TeacherClient(RoleClient):
         return self._forward(step_calls.TEACHER_LOG_PROB, batch)[0]
 
     def compute_teacher_top_k(self, batch: DataProto) -> DataProto:
-        """Return also the likeliest tokens of each place, and their log-probs."""
+        """Return also the likeliest tokens at each position, and their log-probs."""
         return self._forward(step_calls.TEACHER_TOP_K, batch)[0]
 
     def compute_teacher_hidden(self, batch: DataProto) -> DataProto:
-        """Return also the hidden states of each place."""
+        """Return also the hidden states at each position."""
         return self._forward(step_calls.TEACHER_HIDDEN, batch)[0]
 
 
 class SupervisedClient(RoleClient):
     def score_groups(self, method: str, batch: DataProto) -> DataProto:
-        """Return the rows with the columns that a method writes, in the micro-batches of an update on them."""
-        written, _ = _merged(self._call(method, *self._shards(batch, group_sizes(batch))))
-        return batch.union(written)
+        """Return the rows with the columns that a method writes, using the micro-batches of an update on them."""
+        columns, _ = _merged(self._call(method, *self._shards(batch, group_sizes(batch))))
+        return batch.union(columns)
 
     def update(self, method: str, batch: DataProto) -> Metrics:
         shards, sizes = self._shards(batch, group_sizes(batch))
@@ -165,7 +170,7 @@ class SupervisedClient(RoleClient):
 
 
 def group_sizes(batch: DataProto) -> npt.NDArray[np.int64] | None:
-    """Return how many rows belong together, one group after another; None where each stands for itself."""
+    """Return the number of rows in each consecutive group; None if rows are not grouped."""
     if "rank" not in batch.columns():
         return None
     (starts,) = (batch["rank"] == 0).numpy().nonzero()
@@ -173,14 +178,14 @@ def group_sizes(batch: DataProto) -> npt.NDArray[np.int64] | None:
 
 
 def _merged(written: DataProto, prefix: str = "") -> tuple[DataProto, Metrics]:
-    begin = f"{prefix}/" if prefix else ""
-    metrics = {f"{begin}{name}": of_shards[0] for name, of_shards in written.meta_info.items()}  # alike on all
+    start = f"{prefix}/" if prefix else ""
+    metrics = {f"{start}{name}": values[0] for name, values in written.meta_info.items()}  # equal on all shards
     written.meta_info = {}
     return written, metrics
 
 
 def mean_of(updates: Sequence[Metrics], prefix: str) -> dict[str, Any]:
-    """Return several updates' metrics as one: means, but for the updates that were skipped, which are counted."""
+    """Return the mean of several updates' metrics, with the number of skipped updates."""
     metrics = {
         f"{prefix}/{name}": float(np.mean([update[name] for update in updates]))
         for name in (updates[0] if updates else {})

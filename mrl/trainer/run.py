@@ -1,4 +1,4 @@
-"""A run beside its learning: its directory, what it writes down, when it saves, when it stops, where it goes on."""
+"""A run apart from its learning: directory, metrics, checkpoints, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from mrl.trainer.checkpoints import CheckpointManager
 from mrl.trainer.role_client import RoleClient
 
 SAVE_ERRORS = (WorkerRaised, OSError)
-"""What a full or broken disk does, on a rank or here. A worker that died is no longer there to train."""
+"""Errors of a full or broken disk, on a rank or here. After the death of a worker, saving makes no sense."""
 
 
 class Resumable(Protocol):
-    """What a checkpoint holds: models, and the state beside them as plain JSON."""
+    """State that a checkpoint holds: models, and the trainer's state as plain JSON."""
 
     @property
     def roles(self) -> Mapping[str, RoleClient]:
-        """The models that are trained."""
+        """Models that are trained."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beside the models."""
+        """Return the state that a resumed run needs besides the models."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state."""
 
 
 class Run(Generic[AnyTyped]):
-    """One run, of RL or of SFT. Its directory is held by one process at a time."""
+    """One run of RL or SFT. One process at a time holds its directory."""
 
     config: AnyTyped
 
@@ -61,14 +61,14 @@ class Run(Generic[AnyTyped]):
         self.clock = StepTimer(self.events, console.phase, console.progress)
         self.checkpoints = CheckpointManager(directory / CHECKPOINTS, self.config.training.keep, self.events)
         self._metrics: MetricsFile
-        self.stopping = ShutdownSignal(self.config.training.time_limit_s, lambda why: self.ended("killed", why))
+        self.stopping = ShutdownSignal(self.config.training.time_limit_s, lambda reason: self.ended("killed", reason))
         self.stopped_by, self.step = "", 0
-        """What made the run stop early, and the last step whose metrics were recorded."""
+        """Reason for an early stop, and the last step with recorded metrics."""
         self.trackers: list[TrackerThread] = []
         self.best_by = ""
-        """What scores say; those that said something else are not compared with."""
+        """Meaning of the scores. Scores with another meaning are not compared."""
         self.drawn_ahead = b""
-        """Of the checkpoint that it goes on from: the batches that were drawn and not trained."""
+        """Batches that were drawn and not trained, from the checkpoint that the run resumes."""
         self._best: float | None = None
         self._best_before: float | None = None
         self._num_failed_saves = 0
@@ -85,36 +85,36 @@ class Run(Generic[AnyTyped]):
             self.console.print(f"warning: {event.about}: {event.message}")
 
     def resume(self, trained: Resumable) -> int:
-        """Load the newest checkpoint, where there is one; return how many steps are done."""
-        found = self.checkpoints.newest() if self.config.training.resume == "auto" else None
+        """Load the newest checkpoint, if there is one. Return the number of steps that are done."""
+        checkpoint = self.checkpoints.newest() if self.config.training.resume == "auto" else None
         metrics = self.directory / "metrics.jsonl"
-        if found is None and metrics.exists():
-            self.warn("resume", "this run began here before and left no checkpoint: it begins again")
-        next_step = 1 if found is None else found.step + 1
-        self._metrics = MetricsFile(metrics, 0 if found is None else next_step)  # 0 is a validation before training
-        which, name = self.config.training.trackers, self.config.run.name
-        self.trackers = open_trackers(which, name, self.directory, resume_config(self.config), next_step)
-        if found is None:
+        if checkpoint is None and metrics.exists():
+            self.warn("resume", "an earlier start of this run left no checkpoint: training starts from the beginning")
+        next_step = 1 if checkpoint is None else checkpoint.step + 1
+        self._metrics = MetricsFile(metrics, 0 if checkpoint is None else next_step)  # 0 is the first validation
+        names, name = self.config.training.trackers, self.config.run.name
+        self.trackers = open_trackers(names, name, self.directory, resume_config(self.config), next_step)
+        if checkpoint is None:
             return 0
-        self.step = found.step
-        for key, change in describe_changes(found.state["config"], self.config, found.step).items():
+        self.step = checkpoint.step
+        for key, change in describe_changes(checkpoint.state["config"], self.config, checkpoint.step).items():
             self.warn(key, change)
         for name, role in trained.roles.items():
-            role.group.load_checkpoint(str(found.path / name))
-        trained.load_state_dict(found.state["trained"])
-        self.drawn_ahead = found.drawn_ahead
-        best_by = found.state.get("best_by", "a figure that is not known")
+            role.group.load_checkpoint(str(checkpoint.path / name))
+        trained.load_state_dict(checkpoint.state["trained"])
+        self.drawn_ahead = checkpoint.drawn_ahead
+        best_by = checkpoint.state.get("best_by", "an unknown figure")
         if best_by == self.best_by:
-            self._best = found.state["best"]
-        elif found.state["best"] is not None:
-            self.warn("validation", f"the best was {best_by}; it begins anew as {self.best_by}")
-        self.console.print(f"resumed from {found.path}")
-        return found.step
+            self._best = checkpoint.state["best"]
+        elif checkpoint.state["best"] is not None:
+            self.warn("validation", f"the best checkpoint was chosen by {best_by}; from now on, by {self.best_by}")
+        self.console.print(f"resumed from {checkpoint.path}")
+        return checkpoint.step
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write down the metrics of a step, or of a validation that stands beside no step."""
-        if why := self._metrics.write(step, metrics):
-            self.warn_once("metrics", f"metrics.jsonl cannot be written; the figures come later: {why}")
+        """Write the metrics of a step, or of a validation outside any step."""
+        if error := self._metrics.write(step, metrics):
+            self.warn_once("metrics", f"cannot write metrics.jsonl, the figures will be written later: {error}")
         self.step = step
         for tracker in self.trackers:
             tracker.log(step, metrics)
@@ -122,21 +122,21 @@ class Run(Generic[AnyTyped]):
                 self.warn("tracker", news)
 
     @contextmanager
-    def may_be_lost(self, what: str) -> Iterator[None]:
-        """What the block writes is worth no run: where it cannot be written, that is said once, and the run goes on."""
+    def may_be_lost(self, about: str) -> Iterator[None]:
+        """Warn once if the block cannot write its files, and continue: the run does not need them."""
         try:
             yield
         except OSError as error:
-            self.warn_once(what, f"cannot be written, and the run goes on without: {error}")
+            self.warn_once(about, f"cannot write the files, the run continues without them: {error}")
 
     def warn_once(self, about: str, message: str, of: str = "") -> None:
-        """Warn of the same thing, and of the same part of it, no second time in this process."""
+        """Warn once per process about the same thing and the same part of it."""
         if (about, of) not in self._warned:
             self._warned.add((about, of))
             self.warn(about, message)
 
     def save_is_due(self, step: int) -> bool:
-        """Return whether the configuration wants a checkpoint after this step, or one failed that is to be made up."""
+        """Return whether a checkpoint is due after this step, by the configuration or because the last one failed."""
         every = self.config.training.save_every
         return (bool(every) and step % every == 0) or self._num_failed_saves > 0
 
@@ -152,9 +152,9 @@ class Run(Generic[AnyTyped]):
         wait: bool = True,
         drawn_ahead: bytes = b"",
     ) -> None:
-        """Save everything. It is the best so far if it was validated itself, and scored higher than any before.
+        """Save everything. The checkpoint is the best so far if it was validated and scored higher than all before it.
 
-        Without waiting it is written while training goes on, and becomes visible later.
+        With `wait=False`, files are written while training continues, and the checkpoint becomes visible later.
         """
         with self.clock("save"):
             self.finish_save()
@@ -171,7 +171,7 @@ class Run(Generic[AnyTyped]):
                     self.finish_save(wait)
 
     def finish_save(self, is_needed: bool = False) -> None:
-        """Wait for the save under way, if there is one. A failure is a warning, or an error where it is needed."""
+        """Wait for the save under way, if any. A failure is a warning, or an error if the save is needed."""
         if self.checkpoints.is_under_way:
             try:
                 self.checkpoints.finish()
@@ -180,61 +180,61 @@ class Run(Generic[AnyTyped]):
                 self._save_failed(error, is_needed)
 
     def publish_save(self) -> None:
-        """Make the save that is under way visible, if nobody has to wait for it any more."""
+        """Publish the save under way if all its files are written."""
         if self.checkpoints.is_written():
             self.finish_save()
 
     def _save_failed(self, error: Exception, is_needed: bool) -> None:
         self._best = self._best_before
         self._num_failed_saves += 1
-        of_disk = _what_a_disk_says(error)
+        disk_error = _disk_error(error)
         if is_needed or self._num_failed_saves > self.config.training.max_failed_saves:
-            if isinstance(error, MrlError) and not of_disk:
+            if isinstance(error, MrlError) and not disk_error:
                 raise error
-            said, where = of_disk or error, str(getattr(error, "filename", None) or "")
-            what = f"a checkpoint cannot be written: {said}"
-            fix = "free space there; the run goes on from the one before"
-            raise CheckpointError(what, where=where, fix=fix) from error
-        self.warn("checkpoint", f"not saved, which is tried again after the next step: {of_disk or error}")
+            reason, file = disk_error or error, str(getattr(error, "filename", None) or "")
+            problem = f"cannot write a checkpoint: {reason}"
+            fix = "free space on that disk; the run resumes from the previous checkpoint"
+            raise CheckpointError(problem, where=file, fix=fix) from error
+        self.warn("checkpoint", f"not saved, retrying after the next step: {disk_error or error}")
 
     def should_stop(self) -> bool:
-        """Return whether a signal came or the time is up; what it was is printed."""
+        """Return whether a signal came or the time limit has passed, and print the reason."""
         reason = self.stopping.reason()
         if reason:
             self.console.print(f"{reason}: saving and stopping")
             self.stopped_by = reason
         return bool(reason)
 
-    def ended(self, cause: str, why: str) -> None:
-        self.events.write(RunEnded(cause, why, self.step))
+    def ended(self, cause: str, reason: str) -> None:
+        self.events.write(RunEnded(cause, reason, self.step))
 
     def close(self) -> None:
-        """Close the trackers, and say what could not be written."""
+        """Close the trackers, and report what was lost."""
         for tracker in self.trackers:
             if lost := tracker.close():
                 self.warn("tracker", lost)
         if self.events.num_lost:
-            self.console.print(f"warning: {self.events.num_lost} events could not be written to {self.events.path}")
+            self.console.print(f"warning: cannot write {self.events.num_lost} events to {self.events.path}")
 
 
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 _DISK_SAYS = re.compile(rf"\[Errno ({'|'.join(map(str, _OF_A_DISK))})\]")
 
 
-def _what_a_disk_says(error: Exception) -> str:
-    """Return what a full or broken disk said on a rank, without its traceback, which is in its log; else nothing."""
-    said = str(error).partition("\n")[0]
-    return said if isinstance(error, WorkerRaised) and _DISK_SAYS.search(said) else ""
+def _disk_error(error: Exception) -> str:
+    """Return the message of a full or broken disk on a rank, without the traceback (see its log); otherwise nothing."""
+    message = str(error).partition("\n")[0]
+    return message if isinstance(error, WorkerRaised) and _DISK_SAYS.search(message) else ""
 
 
 @contextmanager
 def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[AnyTyped]]:
-    """Open the run of a configuration: a new one, or one that goes on."""
-    said: list[str] = []
+    """Open the run of a configuration: a new one, or an existing one to resume."""
+    messages: list[str] = []
     may_go_on = resolved.config.training.resume == "auto"
-    with open_run_directory(resolved, may_go_on=may_go_on, warn=said.append) as directory:
+    with open_run_directory(resolved, may_go_on=may_go_on, warn=messages.append) as directory:
         run = Run(resolved, directory, console)
-        for message in said:
+        for message in messages:
             run.warn("run.name", message)
         with ExitStack() as stack:
             stack.callback(run.events.close)
@@ -247,14 +247,14 @@ def open_run(resolved: Resolved[AnyTyped], console: Console) -> Iterator[Run[Any
 
 @contextmanager
 def _naming_a_full_disk(directory: Path) -> Iterator[None]:
-    """Raise one error with a fix for whatever a full or broken disk refused."""
+    """Raise one error with a fix for any write that a full or broken disk refused."""
     try:
         yield
     except OSError as error:
         if error.errno not in _OF_A_DISK:
             raise
-        where, fix = str(error.filename or directory), "free space there; the same command goes on"
-        raise SetupError(f"the run cannot write: {error.strerror}", where=where, fix=fix) from error
+        file, fix = str(error.filename or directory), "free space on that disk, then run the same command to resume"
+        raise SetupError(f"the run cannot write: {error.strerror}", where=file, fix=fix) from error
 
 
 def _ending(run: Run[Any], error: BaseException | None, hide: Callable[[str], str]) -> tuple[str, str]:
@@ -270,43 +270,43 @@ def _ending(run: Run[Any], error: BaseException | None, hide: Callable[[str], st
 
 
 _MAY_CHANGE = ("run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward", "judge")
-"""Sections that a resumed run may have otherwise than before without a word: they do not decide what is learned."""
+"""Sections that may change on resume without a warning: they do not affect what is learned."""
 
 
 def resume_config(config: AnyConfig) -> dict[str, Any]:
-    """It as JSON knows it; without secrets, which the variables of rewards and environments may hold."""
+    """Return the configuration as JSON, with secrets in the variables of rewards and environments removed."""
     sections = {name: value for name, value in dataclasses.asdict(config).items() if name not in _MAY_CHANGE}
     if "agent" in sections:
         del sections["agent"]["environment"]
-    found: dict[str, Any] = redact(json.loads(json.dumps(sections)))
-    return found
+    redacted: dict[str, Any] = redact(json.loads(json.dumps(sections)))
+    return redacted
 
 
 def describe_changes(before: dict[str, Any], config: AnyConfig, step: int) -> dict[str, str]:
-    """Return what a run that goes on after this step has otherwise than it had; by key, in words."""
+    """Return the changes between the configuration of a run and that of its resumption, by key, in words."""
     return {
-        key: f"was {then} when this run began, and is {now} from step {step + 1} on"
-        for key, (then, now) in _differences(before, resume_config(config)).items()
+        key: f"was {old} when this run began, is {new} from step {step + 1} on"
+        for key, (old, new) in _differences(before, resume_config(config)).items()
     }
 
 
-def _differences(before: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        found: dict[str, tuple[Any, Any]] = {}
-        for name in {**before, **now}:
-            found |= _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-        return found
-    return {} if before == now else {key: (before, now)}
+def _differences(before: Any, after: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        differences: dict[str, tuple[Any, Any]] = {}
+        for name in {**before, **after}:
+            differences |= _differences(before.get(name), after.get(name), f"{key}.{name}" if key else name)
+        return differences
+    return {} if before == after else {key: (before, after)}
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_AGAIN = "SIGTERM again: ended without saving"
+_AGAIN = "SIGTERM again: exiting without saving"
 _AGAIN_S = 2.0
-"""One SIGTERM may come several times: to the process, to its group, and from each parent that forwards it."""
+"""One SIGTERM may arrive several times: at the process, at its group, and from each parent that forwards it."""
 
 
 class ShutdownSignal:
-    def __init__(self, time_limit_s: float | None, killed: Callable[[str], None] = lambda why: None) -> None:
+    def __init__(self, time_limit_s: float | None, killed: Callable[[str], None] = lambda reason: None) -> None:
         self._time_limit_s = time_limit_s
         self._killed = killed
         self._began = time.monotonic()
@@ -314,7 +314,7 @@ class ShutdownSignal:
         self._terminated: float | None = None
 
     def reason(self) -> str:
-        """Return why the run is to stop; empty while it is to go on."""
+        """Return the reason to stop; empty if the run should continue."""
         limit = self._time_limit_s
         if not self._signal and limit is not None and time.monotonic() - self._began > limit:
             return f"training.time_limit_s={limit:g} is reached"
@@ -322,7 +322,7 @@ class ShutdownSignal:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """SIGTERM, SIGUSR1 and SIGHUP end the run after the present step; a second SIGTERM ends it at once."""
+        """Stop the run after the current step on SIGTERM, SIGUSR1 or SIGHUP, and at once on a second SIGTERM."""
         terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -334,8 +334,8 @@ class ShutdownSignal:
                     try:
                         self._killed(_AGAIN)
                     finally:
-                        os._exit(128 + number)  # what keeps Ray and the reward workers ends them now
-            if number == signal.SIGHUP:  # a terminal that is gone fails every print
+                        os._exit(128 + number)  # the keepers of Ray and the reward workers stop them now
+            if number == signal.SIGHUP:  # printing to a closed terminal would fail
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 for stream in terminals:
                     os.dup2(nowhere, stream)

@@ -1,8 +1,8 @@
-"""Hands each step its batch: batch k is for step k, and is drawn in that order, whoever is finished first.
+"""Batches of samples for the steps: batch k belongs to step k, and batches are drawn in that order.
 
-`asynchrony.ahead` batches may be begun before the one that is trained: batch k once k - 1 - ahead steps are trained,
-and their weights are in the engines. So no token is drawn by weights that are more than `ahead` updates old when it is
-trained on. Nothing is dropped for its age, and no prompt is drawn for another batch because some sample was slow.
+Up to `asynchrony.ahead` batches may be started before the one being trained: batch k starts as soon as k - 1 - ahead
+steps are trained and their weights are in the engines. Therefore no token is more than `ahead` updates old when it is
+trained on. No sample is dropped because of its age, and no slow sample is replaced by another prompt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLOSE_S = 10.0
 
 
 class SampleStream:
-    """Where the samples of a step come from. This one generates them when the step asks for them."""
+    """Source of the samples of each step. This class generates them when the step asks for them."""
 
     def __init__(
         self, config: Config, collector: Collector, hybrid: HybridEngine, probe: EngineProbe, clock: StepTimer
@@ -40,10 +40,10 @@ class SampleStream:
         self._gate = Gate(config.asynchrony.ahead, config.training.steps)
         self._weighs = config.algorithm.correction is not None
         self._whole: dict[int, ScoredBatch] = {}
-        """Batches that no step has taken yet."""
+        """Complete batches that no step has taken yet."""
 
     def next(self, step: int) -> tuple[ScoredBatch, Answers]:
-        """Return the batch of this step, and what engines answered that are to be compared with the trainer."""
+        """Return the batch of this step, and the engines' answers to compare with the trainer."""
         with self._clock("rollout"), self._hybrid.rollout_mode():
             if step not in self._whole:
                 self._whole[step] = self.collector.collect(step)
@@ -51,38 +51,39 @@ class SampleStream:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """The engines with the newest weights and nothing under way, for the length of the block."""
+        """Give the engines the newest weights, with no generation running, for the length of the block."""
         self._settle()
         with self._hybrid.rollout_mode():
             yield
 
     def drawn_ahead(self) -> dict[int, ScoredBatch]:
-        """Return the batches that are drawn and not trained, all of them whole: nothing is under way beside them."""
+        """Wait until no generation is running. Return the complete batches that have been drawn but not trained."""
         if self._gate.ahead:
             with self._clock("rollout"):
                 self._settle()
         return dict(sorted(self._whole.items()))
 
     def go_on(self, step: int, drawn: Mapping[int, ScoredBatch]) -> None:
-        """Go on after this step with the batches that had been drawn by then."""
+        """Continue after this step with the batches that had been drawn by then."""
         if len(drawn) > self._gate.ahead and not self._weighs:
-            what = f"{len(drawn)} batches were drawn ahead of step {step} by older weights, which nothing weighs now"
-            raise CheckpointError(what, fix=f"asynchrony.ahead={len(drawn)}, or algorithm.correction={{level: token}}")
+            problem = f"{len(drawn)} batches were drawn ahead of step {step} by older weights, and no correction is set"
+            fix = f"set asynchrony.ahead={len(drawn)}, or algorithm.correction={{level: token}}"
+            raise CheckpointError(problem, fix=fix)
         self._gate.trained, self._gate.begun = step, step + len(drawn)
         self._whole = dict(drawn)
 
     def close(self) -> None:
-        """End what another thread generates."""
+        """Stop the generation in other threads."""
 
     def _settle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no generation is running."""
 
     def _take(self, step: int) -> ScoredBatch:
         return self._whole.pop(step)
 
 
 class _Threaded(SampleStream):
-    """Generates in another thread, which has the actor send weights while the trainer waits for it, and only then."""
+    """Generates in another thread. The actor sends weights only while the trainer waits for samples."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -118,7 +119,7 @@ class _Threaded(SampleStream):
 
 
 class BetweenBatches(_Threaded):
-    """Generates the next batches while one is trained. Engines take weights between two: one version draws each."""
+    """Generates the next batches while one is trained. Engines get weights between batches: one version per batch."""
 
     def next(self, step: int) -> tuple[ScoredBatch, Answers]:
         with self._clock("rollout"):
@@ -139,7 +140,7 @@ class BetweenBatches(_Threaded):
 
 
 class _Open(SampleStream):
-    """Generates all batches that may begin at once. Engines take weights between two tokens of what is under way."""
+    """Generates all batches that may start, at the same time. Engines get weights between tokens of running samples."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -157,13 +158,13 @@ class _Open(SampleStream):
         self._finished = set(drawn)
 
     def _finish(self, number: int) -> None:
-        """Complete the scores, which the actor's devices may be needed for: the trainer has them now."""
+        """Complete the scores. This may need the actor's devices, which the trainer holds now."""
         if number not in self._finished:
             self._finished.add(number)
             self._whole[number] = self.collector.finish(self._whole[number])
 
     def _learn(self) -> None:
-        """Tell what draws prompts of the last batch: now, so that what it draws does not depend on who is fast."""
+        """Update the prompt sampler with the last batch. The fixed moment makes its draws independent of timing."""
         if self._taken is not None:
             self.collector.learn(self._taken)
             self._taken = None
@@ -179,7 +180,7 @@ class _Open(SampleStream):
 
 
 class InFlight(_Open, _Threaded):
-    """Engines with devices of their own: another thread generates, and never stops."""
+    """Engines with their own devices: another thread generates all the time."""
 
     _rounds: OpenRounds | None = None
 
@@ -217,7 +218,7 @@ class InFlight(_Open, _Threaded):
 
 
 class CarriedOver(_Open):
-    """Engines that take turns with the trainer: samples that hold up no batch go on when the engines wake again."""
+    """Engines that share devices with the trainer. Samples of later batches pause until the engines wake up again."""
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -247,7 +248,7 @@ class CarriedOver(_Open):
                 pass
 
     def _advance(self) -> None:
-        """Generate until some sample has ended; begin with what may, where nothing is under way."""
+        """Generate until a sample ends. If no generation is running, start the batches that may start."""
         if self._running is None:
             self._running = OpenRounds(self.collector.generator, self._opening, self._whole).samples()
         if next(self._running, "end") == "end":
@@ -272,22 +273,22 @@ _LENGTH = struct.Struct("<Q")
 
 
 def drawn_to_bytes(drawn: Mapping[int, ScoredBatch], version: int) -> bytes:
-    """Return the file's content, at this version of the weights; nothing where nothing is drawn."""
+    """Return the content of the file, with this version of the weights; empty if no batch is drawn."""
     parts = []
     for number, scored in drawn.items():
         batch = scored.batch
         if "other_segments" in batch.columns():
-            batch = batch.with_column("other_segments", [segments_to_json(each) for each in batch["other_segments"]])
-        told = {"number": number, "version": version, "metrics": scored.metrics}
-        data = batch_to_bytes(batch.columns(), batch.row_ids, told)
+            batch = batch.with_column("other_segments", [segments_to_json(row) for row in batch["other_segments"]])
+        metadata = {"number": number, "version": version, "metrics": scored.metrics}
+        data = batch_to_bytes(batch.columns(), batch.row_ids, metadata)
         parts += [_LENGTH.pack(len(data)), data]
     return b"".join(parts)
 
 
 def drawn_from_bytes(content: bytes) -> tuple[dict[int, ScoredBatch], int | None]:
-    """Return the batches, and the version of the weights then; None where nothing was drawn.
+    """Return the batches, and the version of the weights at the time; None if no batch was drawn.
 
-    Versions are counted on from there: tokens that were drawn before stay as many updates old as they are.
+    Version numbers continue from there, so that tokens drawn before keep their age in updates.
     """
     drawn: dict[int, ScoredBatch] = {}
     version, at = None, 0
@@ -296,15 +297,15 @@ def drawn_from_bytes(content: bytes) -> tuple[dict[int, ScoredBatch], int | None
             (size,) = _LENGTH.unpack_from(content, at)
             at += _LENGTH.size
             if size > len(content) - at:
-                raise ValueError(f"a batch of {size} bytes is told of, and {len(content) - at} are left")
-            columns, row_ids, told = batch_from_bytes(content[at : at + size])
+                raise ValueError(f"a batch should have {size} bytes, but {len(content) - at} are left")
+            columns, row_ids, metadata = batch_from_bytes(content[at : at + size])
             batch = DataProto(columns, row_ids, {})
             at += size
             if "other_segments" in batch.columns():
-                segments = [segments_from_json(each) for each in batch["other_segments"]]
+                segments = [segments_from_json(row) for row in batch["other_segments"]]
                 batch = batch.with_column("other_segments", segments)
-            version = int(told["version"])
-            drawn[int(told["number"])] = ScoredBatch(batch, told["metrics"])
+            version = int(metadata["version"])
+            drawn[int(metadata["number"])] = ScoredBatch(batch, metadata["metrics"])
     except (struct.error, WireError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"the batches that were drawn ahead cannot be read: {error}") from error
+        raise CheckpointError(f"cannot read the batches that were drawn ahead: {error}") from error
     return drawn, version

@@ -1,7 +1,7 @@
-"""The rows that a step trains on: the samples, and beside each the other segments of its conversation.
+"""Rows that a step trains on: the samples and the other segments of their conversations.
 
-A segment is what the model read and wrote behind a context of its own. All segments of a conversation have its score,
-which is compared with those of other conversations once: see `WholeBatch`.
+A segment is a part of a conversation with its own context. All segments of a conversation share its score, which
+counts once in comparisons with other conversations: see `WholeBatch`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 
 Segment = dict[str, np.ndarray[Any, Any]]
-"""What is trained on of a conversation that is over: the columns below, for one row."""
+"""Trained part of a finished conversation: the columns below, for one row."""
 _COLUMNS: dict[str, type[np.generic]] = {
     "prompts": np.int32,
     "responses": np.int32,
@@ -29,13 +29,13 @@ _COLUMNS: dict[str, type[np.generic]] = {
 
 
 def segment_of(conversation: Conversation) -> Segment:
-    found = (conversation.prompt_ids, conversation.response_ids, conversation.log_probs, conversation.mask)
-    return dict(zip(_COLUMNS, (*found, conversation.versions), strict=True))
+    columns = (conversation.prompt_ids, conversation.response_ids, conversation.log_probs, conversation.mask)
+    return dict(zip(_COLUMNS, (*columns, conversation.versions), strict=True))
 
 
 def segments_to_json(segments: Sequence[Segment]) -> list[list[Any]]:
-    """Return segments as lists, with null for the log-prob of a token that nobody drew."""
-    return [[_listed(each, name) for name in _COLUMNS] for each in segments]
+    """Return the segments as lists, with null for the log-probs of tokens that were not drawn."""
+    return [[_listed(segment, name) for name in _COLUMNS] for segment in segments]
 
 
 def _listed(segment: Segment, name: str) -> list[Any]:
@@ -43,28 +43,28 @@ def _listed(segment: Segment, name: str) -> list[Any]:
     if name == "rollout_log_probs":
         drawn = zip(values.tolist(), segment["response_mask"], strict=True)
         return [log_prob if is_drawn else None for log_prob, is_drawn in drawn]
-    found: list[Any] = values.tolist()
-    return found
+    listed: list[Any] = values.tolist()
+    return listed
 
 
-def segments_from_json(found: Sequence[Sequence[Any]]) -> list[Segment]:
+def segments_from_json(rows: Sequence[Sequence[Any]]) -> list[Segment]:
     return [
-        {name: np.array(values, _COLUMNS[name]) for name, values in zip(_COLUMNS, each, strict=True)} for each in found
+        {name: np.array(values, _COLUMNS[name]) for name, values in zip(_COLUMNS, row, strict=True)} for row in rows
     ]
 
 
 def trained_rows(samples: DataProto) -> DataProto:
-    """Return the samples in their order, and behind them what else of their conversations is trained on.
+    """Return the samples in order, followed by the other trained segments of their conversations.
 
-    The column `sample` has the number of the sample that each row is of.
+    The column `sample` has the number of the sample that each row belongs to.
     """
-    others = list(samples["other_segments"]) if "other_segments" in samples.columns() else []
-    owners = [sample for sample, segments in enumerate(others) for _ in segments]
+    other_segments = list(samples["other_segments"]) if "other_segments" in samples.columns() else []
+    owners = [sample for sample, segments in enumerate(other_segments) for _ in segments]
     samples = samples.with_column("sample", torch.arange(len(samples)))
     if not owners:
         return samples
-    segments = list(chain(*others))
-    columns = {name: from_rows([torch.tensor(each[name]) for each in segments]) for name in _COLUMNS}
+    segments = list(chain(*other_segments))
+    columns = {name: from_rows([torch.tensor(segment[name]) for segment in segments]) for name in _COLUMNS}
     row_ids = samples.row_ids.max() + 1 + np.arange(len(owners))
-    kept = {name: columns.get(name, column) for name, column in samples.take(owners).columns().items()}
-    return DataProto.concat([samples, DataProto(kept, row_ids, {})])
+    columns_of_segments = {name: columns.get(name, column) for name, column in samples.take(owners).columns().items()}
+    return DataProto.concat([samples, DataProto(columns_of_segments, row_ids, {})])

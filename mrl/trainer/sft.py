@@ -1,4 +1,4 @@
-"""Training on what the data say, on the engine that PPO uses: packed rows, prompts read and not learned."""
+"""Supervised training with PPO's engine: packed rows; prompts are read, responses are learned."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _NUM_SHOWN = 60
 
 
 def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) -> Path | None:
-    """Train from the newest checkpoint on; the trained model in Hugging Face format, or None if told to stop before."""
+    """Train from the newest checkpoint. Return the model in Hugging Face format; None if the run stopped early."""
     with _started(run) as components, ExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1, "rows"))
-        stack.callback(run.finish_save)  # also when the next update fails: the workers are still there
+        stack.callback(run.finish_save)  # also after a failed update: the workers still run
         run.best_by = components.task.best_by
-        if not components.compute_reference(run):  # before a checkpoint's weights come
-            run.console.print("stopped before the reference was computed; the same command goes on")
+        if not components.compute_reference(run):  # before the weights of a checkpoint are loaded
+            run.console.print("stopped before the reference was computed; run the same command to resume")
             return None
         num_done = run.resume(components)
         every, keep_best = run.config.validation.every, run.config.validation.keep_best
@@ -60,7 +60,9 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
             (rows, reader), coming = coming.result(), thread.submit(components.read)  # read while the workers compute
             metrics = components.update(rows, reader)
             if components.held_out and not components.held_out.isdisjoint(_prompts_of([rows])):
-                run.warn_once("data.validation", "some of its prompts are trained on too (split by prompt, not by row)")
+                run.warn_once(
+                    "data.validation", "some of its prompts are also trained on (split by prompt, not by row)"
+                )
             num_done += 1
             is_last = components.is_done(num_done)
             is_due = bool(every) and (is_last or num_done % every == 0)
@@ -73,31 +75,31 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
                 run.save(components, num_done, score, wait=is_last or stop)
             run.publish_save()
             if stop:
-                run.console.print(f"stopped after {num_done} updates; the same command goes on")
+                run.console.print(f"stopped after {num_done} updates; run the same command to resume")
                 return None
     return _export(run, checkpoint_of(run.directory / CHECKPOINTS, num_done))
 
 
 def _validated(run: Run[SftConfig], components: _SftComponents, step: int) -> Metrics:
-    """Return the figures of a validation; what the model answers is printed and written down."""
+    """Return the figures of a validation. Print and save sample answers."""
     if samples := components.sample():
         prompt, response = (printable(samples[name][0]) for name in ("prompt", "response"))
         run.console.print(f"sample of step {step}: {prompt[-_NUM_SHOWN:]} -> {response[:_NUM_SHOWN]}")
         with run.may_be_lost("samples"):
             write_samples(run.directory / "samples", step, samples, "validation")
     figures = components.task.measure(components.client, components.validation)
-    if step:  # before training a model may be anything
+    if step:  # an untrained model gets no warnings
         for about, message in warnings_of(figures):
             run.warn_once(about, message)
     return figures
 
 
 def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
-    """Make a model directory of the last checkpoint, as `mrl export` does."""
+    """Export the last checkpoint as a model directory, as `mrl export` does."""
     from mrl.engine.checkpoint_files import export_checkpoint
 
     model = run.directory / MODEL
-    shutil.rmtree(model, ignore_errors=True)  # of this run when it was shorter; it follows from the checkpoint
+    shutil.rmtree(model, ignore_errors=True)  # an earlier export of this run
     config = in_directories(run.config)
     export_checkpoint(
         checkpoint / ROLE, Path(config.model.path), task_of(config).head, torch_dtype(config.actor.dtype), model
@@ -106,7 +108,7 @@ def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
 
 
 class _SftComponents:
-    """The reader of rows and the workers, with the losses by which a run may end early."""
+    """Reader of rows, workers, and the recent losses, which may end a run early."""
 
     def __init__(
         self,
@@ -129,15 +131,17 @@ class _SftComponents:
         return {ROLE: self.client}
 
     def read(self) -> tuple[DataProto, dict[str, Any]]:
-        """Return the next update's rows, and where their reader stands behind them."""
+        """Return the rows of the next update, and the state of the reader after them."""
         batch = self._prompts.next_batch()
         if self._reference is not None:
             batch = self._reference.joined(batch)
         return batch, self._prompts.state_dict()
 
     def compute_reference(self, run: Run[SftConfig]) -> bool:
-        """Have the reference's log-probs of all rows to come, where they are computed once; False if told to stop
-        before."""
+        """Compute the reference log-probs of all rows, if the task computes them once.
+
+        Return False if the run must stop first.
+        """
         if self._reference is None:
             return True
         num_rows, steps = self._prompts.num_rows, self._config.training.steps
@@ -150,9 +154,11 @@ class _SftComponents:
         return is_whole
 
     def _rows_to_come(self, kept: ReferenceLogProbs) -> Iterator[tuple[DataProto, Score]]:
-        """Yield the rows of validations, and those of the updates that none were read for, until none is new.
+        """Yield the rows of validation, then the rows of updates that have no reference yet, until all rows have been
+        read.
 
-        Each is cut into micro-batches as it will be, so that in the first epoch reference and policy round alike.
+        They are cut into the same micro-batches as in training, so that in the first epoch reference and policy round
+        alike.
         """
         yield from ((rows, self.client.score) for rows in self.validation)
         if kept.reader is not None:
@@ -165,12 +171,12 @@ class _SftComponents:
 
     def _are_all_read(self, num_updates: int, reader: Mapping[str, Any]) -> bool:
         drawn, sizes = reader["sampler"]["drawn"], reader["sampler"]["order"]["sizes"]
-        # A sampler of the user's own may leave rows of the first epoch for later ones.
+        # A user's sampler may leave rows of the first epoch for later epochs.
         is_epoch = self._config.data.sampler in SAMPLERS and all(drawn[name] >= size for name, size in sizes.items())
         return is_epoch or self._is_through(num_updates, reader)
 
     def update(self, rows: DataProto, reader: dict[str, Any]) -> Metrics:
-        """Make one optimizer step on these rows, behind which their reader stood there."""
+        """Make one optimizer step on these rows. `reader` is the state of the reader after them."""
         metrics = self.client.update(self.task.update, rows)
         self._losses.append(metrics["loss"])
         self._trained_on = reader
@@ -189,7 +195,7 @@ class _SftComponents:
         return is_low or self._is_through(num_updates, self._trained_on)
 
     def _is_through(self, num_updates: int, reader: Mapping[str, Any]) -> bool:
-        """Return whether a run ends after so many updates, with its reader there."""
+        """Return whether the run ends after this number of updates, with this reader state."""
         steps, epochs = self._config.training.steps, self._config.training.epochs
         return (epochs is not None and self._epoch(reader) >= epochs) or (steps is not None and num_updates >= steps)
 
@@ -198,7 +204,7 @@ class _SftComponents:
         return drawn / self._prompts.num_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the reader as it stood after the rows of the last update, not after those read ahead."""
+        """Return the state of the reader after the rows of the last update, without the rows read ahead."""
         return {"rows": self._trained_on, "losses": list(self._losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -222,13 +228,17 @@ def _started(run: Run[SftConfig]) -> Iterator[_SftComponents]:
     )
     prompts = PromptLoader(open_sft_dataset(config.data.train, config, tokenizer), config.data, batch, run.events)
     validation: list[DataProto] = []
-    if config.validation.every:  # all its rows are read once for the whole run
+    if config.validation.every:  # all its rows are read once per run
         held_out = open_sft_dataset(config.data.validation, config, tokenizer)
         skips = SkipLog(config.data.max_bad_rows, run.events)
         validation = list(one_pass(held_out, config.batch.rows_per_update, skips))
         if not validation:
-            raise DataError("none of its rows is usable", where="data.validation", fix="mrl check CONFIG --all-rows")
-    answers = task_of(config).update == "update_sft"  # the other tasks compare answers, and give none
+            raise DataError(
+                "none of its rows is usable: each was skipped",
+                where="data.validation",
+                fix="mrl check CONFIG --all-rows",
+            )
+    answers = task_of(config).update == "update_sft"  # the other tasks compare answers and generate none
     has_samples = answers and bool(validation) and config.validation.samples > 0
     sampler = AnswerSampler(config, tokenizer, DataProto.concat(validation)) if has_samples else None
     reference = None
@@ -251,11 +261,11 @@ Ids = list[int]
 
 
 class AnswerSampler:
-    """What the model of `mrl sft` answers to a few validation prompts, by the forward pass that measures its loss.
+    """Sample answers of `mrl sft` to a few validation prompts, by the forward pass that measures the loss.
 
-    Answers are guessed whole, at first as the data has them. A pass says which token is the likeliest at every place
-    behind the guessed ones, and that is the next guess (Jacobi decoding). A token is greedy when all before it are, so
-    each pass settles one more at least, and a guess that comes back as it was is what the model writes token by token.
+    This is Jacobi decoding: the first guess of an answer is the ground truth. A pass gives the likeliest token after
+    each position of the guess, which is the next guess. A token is greedy when all tokens before it are, so each pass
+    settles at least one more token. A guess that no longer changes is the model's greedy answer.
     """
 
     def __init__(self, config: SftConfig, tokenizer: ChatTokenizer, rows: DataProto) -> None:
@@ -264,7 +274,7 @@ class AnswerSampler:
         self._timeout_s = config.deadlines.call_s
         self._max_tokens = min(config.validation.max_response_tokens, config.batch.max_response_tokens)
         pairs = zip(_lists(self._rows, "responses"), _lists(self._rows, "response_mask"), strict=True)
-        # A conversation goes on with what others say: the answer is what is learned before.
+        # The answer ends where the next message of another role begins.
         self._truths = [list(compress(ids, takewhile(bool, mask))) for ids, mask in pairs]
 
     def columns(self, client: SupervisedClient) -> dict[str, list[Any]]:
@@ -281,17 +291,19 @@ class AnswerSampler:
 
     def _answers(self, client: SupervisedClient) -> list[Ids]:
         num = self._max_tokens
-        rooms = (client.capacity - self._rows.lengths("prompts")).tolist()  # a micro-batch's, behind each prompt
+        rooms = (
+            client.capacity - self._rows.lengths("prompts")
+        ).tolist()  # tokens left in a micro-batch after each prompt
         pairs = zip(self._truths, rooms, strict=True)
         guesses = [(truth + [0] * num)[: min(num, room)] for truth, room in pairs]
         for _ in range(num):
-            found = client.score(
+            predicted = client.score(
                 "predict_sft", self._rows.select("prompts").with_column("responses", from_rows(guesses))
             )
-            found = fetch(found.select("greedy_tokens"), self._timeout_s)
-            before, guesses = guesses, _lists(found, "greedy_tokens")
+            predicted = fetch(predicted.select("greedy_tokens"), self._timeout_s)
+            previous, guesses = guesses, _lists(predicted, "greedy_tokens")
             answers = [self._until_end(guess) for guess in guesses]
-            if all(answer == guess[: len(answer)] for answer, guess in zip(answers, before, strict=True)):
+            if all(answer == guess[: len(answer)] for answer, guess in zip(answers, previous, strict=True)):
                 break
         return answers
 
@@ -303,7 +315,7 @@ class AnswerSampler:
 
 
 def first_by_source(rows: DataProto, num: int) -> DataProto:
-    """Return the first rows, one of each data source in turn."""
+    """Return the first `num` rows, taking one row of each data source in turn."""
     seen: Counter[str] = Counter()
     turns = []
     for source in rows["data_source"]:

@@ -1,4 +1,4 @@
-"""What a run says between its start and its first step: how much is up, and what is awaited and doing what."""
+"""Progress of a run between its start and its first step: what is ready, and what is still starting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LETTERS = 80
 
 @contextmanager
 def show_start_progress(run: Run[Config]) -> Iterator[None]:
-    """Say every few seconds what is awaited, for the length of the block in which everything starts."""
+    """Print every few seconds what the run waits for, while the block starts everything."""
     progress = StartProgress(run, parts_of(run.config))
     run.events.listeners.append(progress.on_event)
     ended = threading.Event()
@@ -38,7 +38,7 @@ def show_start_progress(run: Run[Config]) -> Iterator[None]:
 
 
 def parts_of(config: Config) -> list[str]:
-    """Return all that must be up before the first step: Ray's devices, processes by their role, models."""
+    """Return everything that the first step needs: Ray's devices, the processes of each role, the models."""
     pools = map(_pool, config.placement.pools)
     engines = [REPLICA.format(index) for index in range(num_engines(config))]
     receivers = [RECEIVER] if has_own_rollout_pool(config) else []
@@ -46,7 +46,7 @@ def parts_of(config: Config) -> list[str]:
 
 
 class StartProgress:
-    """Strikes off what events say is up."""
+    """Keeps the list of parts that are still starting."""
 
     def __init__(self, run: Run[Config], parts: Sequence[str]) -> None:
         self._run = run
@@ -70,19 +70,20 @@ class StartProgress:
             self._run.console.note(self.line())
 
     def line(self) -> str:
-        """Return how long it has taken, what is up, and of what is awaited the last words."""
+        """Return the elapsed time, the number of parts that are ready, and the last log line of each other part."""
         awaited = list(self._awaited)
         shown = [name + self._last_words(name) for name in awaited[:_SHOWN]]
         more = [f"{len(awaited) - _SHOWN} more"] if len(awaited) > _SHOWN else []
         seconds = time.monotonic() - self._began
-        up = self._num_parts - len(awaited)
-        return f"starting for {seconds:.0f} s, {up} of {self._num_parts} up; awaited: {', '.join([*shown, *more])}"
+        num_ready = self._num_parts - len(awaited)
+        waiting = ", ".join([*shown, *more])
+        return f"starting for {seconds:.0f} s, {num_ready} of {self._num_parts} ready; waiting for: {waiting}"
 
     def _last_words(self, role: str) -> str:
-        """Return the end of the log of its first rank; the run directory is visible here, wherever the role runs."""
+        """Return the last log line of the role's first rank. Every node writes its logs to the run directory."""
         attempts = sorted(Path(self._run.directory, "logs").glob(f"{role}.*"), key=lambda path: int(path.suffix[1:]))
-        said = last_words(log_path(attempts[-1], 0)) if attempts else ""
-        return f" ({said.rpartition('] ')[2][:_LETTERS]})" if said else ""
+        line = last_words(log_path(attempts[-1], 0)) if attempts else ""
+        return f" ({line.rpartition('] ')[2][:_LETTERS]})" if line else ""
 
 
 def _pool(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What is written down of a step: figures of its batch and its clock, named as verl made them known, and samples."""
+"""Metrics of a step's batch and timing, named as in verl, and the columns of its samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.trainer.role_client import RoleClient
 
 
 def batch_metrics(batch: DataProto, max_response_tokens: int, solved_at: float) -> dict[str, float]:
-    """Return the scores, the lengths, by outcome and by source too, and how many groups teach nothing."""
+    """Return scores, lengths (also by outcome and by source) and the share of groups with equal scores."""
     scores = np.asarray(batch["scores"], dtype=np.float64)
     figures = summary_metrics("critic/score", scores) | summary_metrics("response_length", written_lengths(batch))
     figures |= _lengths_by(batch, {"solved": scores >= solved_at, "unsolved": scores < solved_at})
@@ -38,7 +38,7 @@ def batch_metrics(batch: DataProto, max_response_tokens: int, solved_at: float) 
 
 
 def written_lengths(batch: DataProto) -> npt.NDArray[np.int64]:
-    """Return how many tokens of each response the model wrote itself: all, where no mask says otherwise."""
+    """Return the number of tokens in each response that the model wrote: all of them if the batch has no mask."""
     if "response_mask" not in batch.columns():
         return batch.lengths("responses").astype(np.int64)
     ends = np.cumsum(np.concatenate([[0], batch.lengths("responses")]))
@@ -65,9 +65,9 @@ def timing_metrics(seconds: Mapping[str, float], batch: DataProto, cluster: Clus
 
 
 def overlap_metrics(seconds: Mapping[str, float], generating_s: float) -> dict[str, float]:
-    """Return which share of the step the trainer waited for samples, and in which share no engine had any to write.
+    """Return the share of the step in which the trainer waited for samples, and the share in which engines were idle.
 
-    The speed of engines goes by the time that they generate, which is not the time that is waited for them.
+    The engines' speed follows from the time they generate, not from the time the trainer waits for them.
     """
     return {
         "perf/trainer_idle_share": seconds["rollout"] / seconds["step"],
@@ -77,8 +77,9 @@ def overlap_metrics(seconds: Mapping[str, float], generating_s: float) -> dict[s
 
 
 def training_metrics(role: RoleClient, name: str, seconds: float, num_tokens: int) -> dict[str, float]:
-    """What a role's updates of a step reached: floating-point operations per second and device, and, where the device
-    is a known one, the share of what it could. Attention over other tokens is not counted."""
+    """Return the floating-point operations per second and device of a role's updates, and their share of the device's
+    peak if the device is known. Attention between tokens is not counted.
+    """
     if not seconds:
         return {}
     rate = 3 * role.flops_per_token * num_tokens / seconds / role.group.mesh.world_size
@@ -100,9 +101,9 @@ OwnMetric = Callable[[DataProto], Mapping[str, Any]]
 def own_metrics(
     functions: Mapping[str, OwnMetric], batch: DataProto, warn: Callable[[str, str], None]
 ) -> dict[str, float]:
-    """Return a user's own figures of a step's batch, as the driver knows it: texts, scores, lengths, uids, sources.
+    """Return the metrics of the user's functions on the batch as the driver sees it (texts, scores, lengths, uids).
 
-    They cannot hurt: of a function that fails it is said by name and reason, and the run goes on.
+    A function that raises an error is reported by name and reason, and the run continues.
     """
     figures: dict[str, float] = {}
     for name, function in functions.items():
@@ -118,7 +119,7 @@ def preview(batch: DataProto) -> SamplePreview:
 
 
 def tensor_columns(batch: DataProto) -> dict[str, Any]:
-    """Return every column of numbers, a list per row, with the id of the row."""
+    """Return all numeric columns, a list per row, with the row ids."""
     columns: dict[str, Any] = {"row_id": batch.row_ids.tolist()}
     for name, column in batch.columns().items():
         if isinstance(column, Jagged):
@@ -129,12 +130,12 @@ def tensor_columns(batch: DataProto) -> dict[str, Any]:
 
 
 def _as_text(truth: Any) -> str | None:
-    """Return a ground truth as a column of one type holds it: what is no text, as JSON."""
+    """Return a ground truth as text: JSON unless it is a text, because the column has one type."""
     return truth if truth is None or isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
 
 
 def sample_columns(batch: DataProto) -> dict[str, Any]:
-    """Return what a file of samples says of each; of conversations, also what was said by turns and how they ended."""
+    """Return the columns of a samples file. Conversations also have their turns and how they ended."""
     columns = batch.columns()
     return {
         "uid": batch["uid"],
@@ -153,6 +154,6 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
 
 
 def distillation_share(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return which share of what sampled tokens earn is the teacher's: of |coef (log pi - log nu)| and |A| together."""
-    taught, rewarded = (metrics.get(f"actor/{name}_abs", 0.0) for name in ("taught", "advantages"))
-    return {"actor/taught_share": taught / (taught + rewarded)} if taught else {}
+    """Return the teacher's share of the learning signal: |coef (log pi - log nu)| relative to its sum with |A|."""
+    from_teacher, from_rewards = (metrics.get(f"actor/{name}_abs", 0.0) for name in ("taught", "advantages"))
+    return {"actor/taught_share": from_teacher / (from_teacher + from_rewards)} if from_teacher else {}

@@ -1,4 +1,4 @@
-"""How good the policy is on prompts that it is not trained on: mean@k, pass@k and maj@k per source."""
+"""Evaluation on prompts that are not trained on: mean@k, pass@k and maj@k per source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mrl.trainer.segments import trained_rows
 from mrl.trainer.step_metrics import sample_columns
 
 Answers = list[tuple[str | None, float]]
-"""The answer of each sample of one prompt, and its score; empty where there is none, None where nobody looked."""
+"""Answer and score of each sample of one prompt. An empty answer was not found; None was not looked for."""
 
 
 class Validator:
@@ -44,23 +44,23 @@ class Validator:
         self._skips = SkipLog(config.data.max_bad_rows, events)
         self._mute: set[str] = set()
         self.warnings: list[str] = []
-        """What has not been said yet."""
+        """Warnings that have not been shown yet."""
         self.samples: list[DataProto] = []
-        """Of the last run, where a teacher is to read them too."""
+        """Samples of the last validation, if a teacher reads them too."""
 
     def run(self, step: int, models: ModelScores) -> dict[str, float]:
         return self.measure(step, self.sample(), models)
 
     def sample(self) -> list[ScoredBatch]:
-        """Generate what is measured, and score it by rule. The sampling is the same at each validation."""
+        """Generate the validation samples and score them by rule. Each validation uses the same sampling."""
         num, sampling = self._config.validation.samples_per_prompt, self._generator.validation
         prompts = one_pass(self._dataset, self._config.batch.prompts_per_step * 4, self._skips)
-        return [self._generator.run(some.repeat(num), sampling, step=0) for some in prompts]
+        return [self._generator.run(batch.repeat(num), sampling, step=0) for batch in prompts]
 
     def measure(self, step: int, sampled: Sequence[ScoredBatch], models: ModelScores) -> dict[str, float]:
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
         columns: dict[str, list[Any]] = defaultdict(list)
-        scored, whole = [each.batch for each in sampled], [models.add(each).batch for each in sampled]
+        scored, whole = [part.batch for part in sampled], [models.add(part).batch for part in sampled]
         self.samples = scored if self._config.teacher is not None else []
         for batch in scored:
             rows = zip(batch["data_source"], batch["uid"], batch["answer"], batch["scores"].tolist(), strict=True)
@@ -73,7 +73,7 @@ class Validator:
             try:
                 write_samples(self._directory / "samples", step, columns, "validation")
             except OSError as error:
-                self.warnings.append(f"validation.save_samples: the responses cannot be written: {error}")
+                self.warnings.append(f"validation.save_samples: cannot write the responses: {error}")
         by_models = model_figures(self._config, scored, whole)
         return (self._figures(answers) if is_measured(self._config) else {}) | by_models
 
@@ -82,47 +82,47 @@ class Validator:
         together: dict[str, Answers] = {}
         voting: dict[str, Answers] = {}
         for source, by_prompt in answers.items():
-            named = {f"{source} {uid}": found for uid, found in by_prompt.items()}
+            named = {f"{source} {uid}": answers_of_prompt for uid, answers_of_prompt in by_prompt.items()}
             together |= named
             figures |= score_figures(f"val/{source}", named, self._config.validation)
-            if any(answer is not None for found in by_prompt.values() for answer, _ in found):
+            if any(answer is not None for answers_of_prompt in by_prompt.values() for answer, _ in answers_of_prompt):
                 voting |= named
                 figures |= vote_figures(f"val/{source}", named, self._config.validation)
             elif source not in self._mute and self._config.validation.counts[-1] > 1:
                 self._mute.add(source)
-                self.warnings.append(f"no maj@k of {source}: no reward function says which answer it judged")
+                self.warnings.append(f"no maj@k for {source}: none of its reward functions returns the judged answer")
         figures |= score_figures("val", together, self._config.validation)
         return figures | (vote_figures("val", voting, self._config.validation) if voting else {})
 
 
 def score_figures(prefix: str, by_prompt: Mapping[str, Answers], validation: ValidationConfig) -> dict[str, float]:
-    """Return mean@k, the mean over all samples, and pass@k: how likely one of k samples is right, without bias.
+    """Return mean@k (the mean over all samples) and pass@k (the unbiased probability that one of k samples is correct).
 
-    Every prompt counts alike. Where fewer than k samples of one have a score, k is their number.
+    All prompts have equal weight. For a prompt with fewer than k scored samples, k is their number.
     """
     scores = [np.array([score for _, score in answers]) for answers in by_prompt.values()]
-    right = [of_prompt >= validation.solved_at for of_prompt in scores]
+    correct = [values >= validation.solved_at for values in scores]
     num_samples = validation.samples_per_prompt
     figures = {
         f"{prefix}/prompts": float(len(scores)),
-        f"{prefix}/score/mean@{num_samples}": float(np.mean([of_prompt.mean() for of_prompt in scores])),
-        f"{prefix}/solved/mean@{num_samples}": float(np.mean([of_prompt.mean() for of_prompt in right])),
+        f"{prefix}/score/mean@{num_samples}": float(np.mean([values.mean() for values in scores])),
+        f"{prefix}/solved/mean@{num_samples}": float(np.mean([values.mean() for values in correct])),
     }
     for k in validation.counts:
         if k > 1:
-            passed = [pass_at(k, len(of_prompt), int(of_prompt.sum())) for of_prompt in right]
+            passed = [pass_at(k, len(values), int(values.sum())) for values in correct]
             figures[f"{prefix}/solved/pass@{k}"] = float(np.mean(passed))
     return figures
 
 
 def pass_at(k: int, num_samples: int, num_right: int) -> float:
-    """Return the share of all choices of k samples that have a right one among them."""
+    """Return the share of all choices of k samples that contain a correct one."""
     k = min(k, num_samples)
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def vote_figures(prefix: str, by_prompt: Mapping[str, Answers], validation: ValidationConfig) -> dict[str, float]:
-    """Return maj@k: whether the commonest answer among k samples is right, on average over one k after the other."""
+    """Return maj@k: how often the most common answer among k samples is correct, averaged over groups of k."""
     return {
         f"{prefix}/solved/maj@{k}": float(
             np.mean([np.mean(_majorities(answers, k) >= validation.solved_at) for answers in by_prompt.values()])
@@ -138,38 +138,40 @@ def _majorities(answers: Answers, k: int) -> np.ndarray[Any, Any]:
 
 
 def _majority(answers: Sequence[tuple[str | None, float]]) -> float:
-    """Return the score of the commonest answer, the first of equals. A sample without an answer does not vote."""
+    """Return the score of the most common answer, the first one on ties. Samples without an answer do not vote."""
     votes = Counter(answer for answer, _ in answers if answer)
     if not votes:
         return -math.inf
-    commonest, _ = votes.most_common(1)[0]
-    return next(score for answer, score in answers if answer == commonest)
+    winner, _ = votes.most_common(1)[0]
+    return next(score for answer, score in answers if answer == winner)
 
 
 def check_best(config: Config, dataset: RLHFDataset) -> None:
-    """Refuse a best that goes by a source of which there is no row."""
-    wanted, found = config.validation.source_of_best(validation_figures(config)), set[str]()
-    if not wanted or not config.validation.every:
+    """Raise an error if `validation.best` names a data source without rows."""
+    source, known = config.validation.source_of_best(validation_figures(config)), set[str]()
+    if not source or not config.validation.every:
         return
     for begin in range(0, len(dataset), CHECKED_AT_ONCE):
         rows = dataset.read(dataset.draws(begin, begin + CHECKED_AT_ONCE))
-        found |= {row.row.data_source for row in rows if isinstance(row, Prompt)}
-        if wanted in found:
+        known |= {row.row.data_source for row in rows if isinstance(row, Prompt)}
+        if source in known:
             return
-    what = f'{config.validation.best} is of the source "{wanted}", of which data.validation has no row'
-    raise DataError(what, where="validation.best_metric", fix=did_you_mean(wanted, sorted(found)))
+    problem = f'{config.validation.best} refers to the source "{source}", but data.validation has no row of it'
+    raise DataError(problem, where="validation.best_metric", fix=did_you_mean(source, sorted(known)))
 
 
 Table = npt.NDArray[np.float64]
 _RULE, _WORTH, _RAW = 0, 1, 2
-"""Columns of a table that has a row for each sample of a prompt: the score by rule, what the models add to it, and from
-then on what each of them says."""
+"""Columns of a table with one row per sample of a prompt.
+
+The score by rule, the models' addition to it, and then the raw score of each model.
+"""
 
 
 def model_figures(config: Config, scored: Sequence[DataProto], whole: Sequence[DataProto]) -> dict[str, float]:
-    """Return each model's mean@k, and best@k, whether the sample is right that has the highest score by the models.
+    """Return mean@k of each model, and best@k: whether the sample with the models' highest score is correct.
 
-    Best@k goes through k samples after the other, and is there where a rule says what is right.
+    Best@k averages over consecutive groups of k samples. It needs a rule that decides which answers are correct.
     """
     validation, models = config.validation, config.scoring_models()
     if not models:
@@ -177,48 +179,48 @@ def model_figures(config: Config, scored: Sequence[DataProto], whole: Sequence[D
     tables: dict[str, list[Table]] = defaultdict(list)
     for source, table in _tables(list(models), scored, whole):
         tables[f"val/{source}"].append(table)
-    tables["val"] = [table for of_source in list(tables.values()) for table in of_source]
+    tables["val"] = [table for parts in list(tables.values()) for table in parts]
     figures = {}
-    for prefix, of_prompts in tables.items():
+    for prefix, prompt_tables in tables.items():
         for column, role in enumerate(models, _RAW):
-            mean = float(np.mean([table[:, column].mean() for table in of_prompts]))
+            mean = float(np.mean([table[:, column].mean() for table in prompt_tables]))
             figures[f"{prefix}/{label_of(role)}/mean@{validation.samples_per_prompt}"] = mean
         for k in validation.counts if is_measured(config) else ():
             if k > 1:
-                right = [np.mean(_best(table, k) >= validation.solved_at) for table in of_prompts]
-                figures[f"{prefix}/solved/best@{k}"] = float(np.mean(right))
+                correct = [np.mean(_best(table, k) >= validation.solved_at) for table in prompt_tables]
+                figures[f"{prefix}/solved/best@{k}"] = float(np.mean(correct))
     return figures
 
 
 def _tables(
     roles: Sequence[str], scored: Sequence[DataProto], whole: Sequence[DataProto]
 ) -> Iterator[tuple[str, Table]]:
-    """Yield of each prompt its source and the table of its samples."""
+    """Yield the source and the table of the samples of each prompt."""
     for before, after in zip(scored, whole, strict=True):
-        worth = after["scores"] - before["scores"]
-        table = np.stack([before["scores"], worth, *(after[role] for role in roles)], axis=1)
+        added = after["scores"] - before["scores"]
+        table = np.stack([before["scores"], added, *(after[role] for role in roles)], axis=1)
         rows: dict[tuple[str, str], list[int]] = defaultdict(list)
         for row, prompt in enumerate(zip(before["data_source"], before["uid"], strict=True)):
             rows[prompt].append(row)
-        yield from ((source, table[of_prompt]) for (source, _), of_prompt in rows.items())
+        yield from ((source, table[sample_rows]) for (source, _), sample_rows in rows.items())
 
 
 def _best(table: Table, k: int) -> npt.NDArray[np.float64]:
-    """Return the score by rule of the sample that the models choose, of one k samples after the other."""
+    """Return the rule's score of the sample that the models choose, for consecutive groups of k samples."""
     starts = range(0, max(1, len(table) - k + 1), k)
     return np.array([table[start + np.argmax(table[start : start + k, _WORTH]), _RULE] for start in starts])
 
 
 def validated_kl(actor: RoleClient, teacher: RoleClient, samples: Sequence[DataProto], timeout_s: float) -> float:
-    """Return the mean of log pi - log nu over the tokens that the policy wrote at validation."""
-    apart = []
-    for part in samples:  # the same row ids occur in several
+    """Return the mean of log pi - log nu over the tokens that the policy wrote in validation."""
+    differences = []
+    for part in samples:  # row ids repeat across batches
         rows = trained_rows(part)
         batch = rows.select(*(name for name in ("prompts", "responses", "response_mask") if name in rows.columns()))
         batch = actor.score(step_calls.LOG_PROB.method, batch)
         batch = teacher.score(step_calls.TEACHER_LOG_PROB.method, batch)
-        found = fetch(batch, timeout_s)
-        apart_T = found.values("old_log_probs").double() - found.values("teacher_log_probs").double()
-        has_mask = "response_mask" in found.columns()
-        apart.append(apart_T[found.values("response_mask").bool()] if has_mask else apart_T)
-    return float(torch.cat(apart).mean())
+        columns = fetch(batch, timeout_s)
+        difference_T = columns.values("old_log_probs").double() - columns.values("teacher_log_probs").double()
+        has_mask = "response_mask" in columns.columns()
+        differences.append(difference_T[columns.values("response_mask").bool()] if has_mask else difference_T)
+    return float(torch.cat(differences).mean())

@@ -1,1 +1,1 @@
-"""`mrl verify`: whether a parallel layout computes what transformers computes."""
+"""`mrl verify`: comparison of a parallel layout with transformers."""

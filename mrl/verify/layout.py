@@ -1,8 +1,8 @@
-"""Is a role's layout the same model as one rank, and as transformers? Asked of a small model of the same shape.
+"""Comparison of a role's layout with one rank and with transformers, on a small model of the same shape.
 
-Everything but the sizes is the user's: the family, the layout, the dtype, the settings that are passed on to Megatron
-(of the model, of data parallelism, of the optimizer). It runs on this machine, a process a rank: over gloo, or with a
-GPU each over NCCL.
+Everything except the sizes comes from the user: the family, the layout, the dtype, and the settings for Megatron
+(model, data parallelism, optimizer). It runs on this machine, one process per rank: over gloo, or over NCCL with one
+GPU each.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from mrl.verify.parity import (
 from mrl.verify.spawn import Device, run_distributed
 
 BUDGETS = (64, 1000)
-"""Tokens of the first step's micro-batches: many of them, and one that holds the batch whole."""
+"""Tokens per micro-batch in the first step: one run with many micro-batches, one with the whole batch in one."""
 _LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest differences of a layout that is right: of its scores, and of loss and gradient norm, relative."""
+    """Largest differences of a correct layout: of its scores, and relative ones of loss and gradient norm."""
 
     scores: float
     loss: float
@@ -51,18 +51,19 @@ class Tolerance:
 
 FLOAT32 = Tolerance(scores=2e-5, loss=1e-5, grad_norm=1e-5)
 _BFLOAT16_ROUNDING = 2.0**-8
-"""The largest relative error of one rounding to eight binary digits."""
+"""Largest relative error of rounding to eight binary digits."""
 
 
 def tolerance(dtype: str, head: Head, spec: ModelSpec, oracle: Floats) -> Tolerance:
-    """Return what rounding explains; `oracle` is what transformers computes in float32.
+    """Return the differences that rounding explains. `oracle` is the result of transformers in float32.
 
-    In bfloat16 every layer rounds what it adds to the hidden state, anew and at random, so relative errors grow with
-    the root of the layers, r = 2^-8 sqrt(layers). Each limit is about twice or more the largest of 112 runs on the CPU:
-    four families, dense and with experts, in tp, cp, pp, vpp, ep and dp on two and four ranks, policies and dense
-    critics. Scores were off by 2.8 r of their own spread. A policy's loss was by 0.017 r, as only its entropy depends
-    on the model, and its gradient norm by 0.56 r, with experts 2.6 r. A critic's were by 4.6 r, but in the first step
-    by 0.6 r: Adam then goes as far for the smallest gradient, whose sign may be rounding's.
+    In bfloat16 every layer rounds its addition to the hidden state. The errors are random, so relative errors grow with
+    the square root of the layers: r = 2^-8 sqrt(layers). Each limit is at least about twice the largest value in 112
+    runs on the CPU: four families, dense and with experts, in tp, cp, pp, vpp, ep and dp on two and four ranks,
+    policies and dense critics. The scores differed by 2.8 r of their spread. A policy's loss differed by 0.017 r,
+    because only its entropy depends on the model, and its gradient norm by 0.56 r, with experts by 2.6 r. A critic's
+    differed by 4.6 r, but in the first step by 0.6 r: after that, Adam makes steps of equal size for the smallest
+    gradients, whose sign may be due to rounding.
     """
     if dtype == "float32":
         return FLOAT32
@@ -75,12 +76,12 @@ def tolerance(dtype: str, head: Head, spec: ModelSpec, oracle: Floats) -> Tolera
     )
 
 
-def score_difference(dtype: str, spec: ModelSpec, found: Floats, oracle: Floats) -> float:
-    """The largest; in bfloat16 the root mean square, where there are experts without the tenth that is farthest off.
+def score_difference(dtype: str, spec: ModelSpec, scores: Floats, oracle: Floats) -> float:
+    """Return the largest difference; in bfloat16 the root mean square, with experts without the largest tenth.
 
-    A rounding may send a token at a tie to another expert: up to two tokens of 74 in the runs on the CPU.
+    Rounding may send a token at a tie to another expert: this happened to up to two of 74 tokens in runs on the CPU.
     """
-    differences = np.sort(np.abs(found - oracle))
+    differences = np.sort(np.abs(scores - oracle))
     if dtype == "float32":
         return float(differences[-1])
     num_flips = 0 if spec.moe is None else len(differences) // 10
@@ -89,7 +90,7 @@ def score_difference(dtype: str, spec: ModelSpec, found: Floats, oracle: Floats)
 
 @dataclass(frozen=True)
 class Verified:
-    """How far a layout is from what it should be, the worse of both budgets, and how far it may be."""
+    """Differences of a layout from the reference, the worse of both budgets, and their limits."""
 
     num_ranks: int
     transformers: float
@@ -100,12 +101,12 @@ class Verified:
 
     @property
     def is_right(self) -> bool:
-        found = (self.transformers, self.loss, self.grad_norm)
-        return all(value <= limit for value, limit in zip(found, astuple(self.tolerance), strict=True))
+        differences = (self.transformers, self.loss, self.grad_norm)
+        return all(value <= limit for value, limit in zip(differences, astuple(self.tolerance), strict=True))
 
 
 def fewest_ranks(parallel: ParallelConfig, dp: int) -> int:
-    """Return the ranks that show a layout whole, with two data-parallel ones where there are more."""
+    """Return the smallest number of ranks that covers the layout, with two data-parallel ranks if there are more."""
     dense, experts = parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp
     return next(size for copies in range(min(dp, 2), dp + 1) if not (size := copies * dense) % experts)
 
@@ -118,20 +119,20 @@ def verify_layout(
     directory: Path,
     device: Device = "cpu",
 ) -> Verified:
-    """Measure a role; `model` is what the `config.json` of its model holds."""
+    """Measure a role. `model` is the content of the model's `config.json`."""
     parallel = settings.parallel
-    # No token is padding: its embedding would be zero, and a norm makes rounding a thousand times larger there.
+    # No token is padding: its embedding would be zero, where a norm magnifies rounding a thousand times.
     small = {**small_config(model, parallel), "pad_token_id": None}
     path = make_random(small, head, directory, torch_dtype(settings.dtype))
     spec = read_spec(path)
     ddp, optimizer = (settings.ddp, settings.optimizer) if isinstance(settings, TrainedModelConfig) else ({}, {})
-    # What an update is (Adam's numbers, clipping) is the user's on both sides, but for a rate at which mistakes show.
+    # The update rule (Adam's numbers, clipping) is the user's on both sides, except for a high learning rate.
     optimizer = {**optimizer, "lr": OPTIMIZER["lr"]}
     alone = ParityCase(str(path), head, ParallelConfig(), BUDGETS[0], dtype=settings.dtype, optimizer=optimizer)
     oracle = transformers_scores(path, alone)
     one = merge_ranks([run_distributed(1, _measure, [alone], timeout_s=_LIMIT_S, device=device)[0][0]])
-    own = replace(alone, parallel=parallel, megatron=settings.megatron, ddp=ddp)
-    cases = [replace(own, max_tokens=budget) for budget in BUDGETS]
+    layout_case = replace(alone, parallel=parallel, megatron=settings.megatron, ddp=ddp)
+    cases = [replace(layout_case, max_tokens=budget) for budget in BUDGETS]
     by_rank = run_distributed(num_ranks, _measure, cases, timeout_s=_LIMIT_S, device=device)
     results = [merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)]
     differences = [Difference.between(one, result) for result in results]
@@ -146,13 +147,13 @@ def verify_layout(
 
 
 def _measure(cases: list[ParityCase]) -> list[RankResult]:
-    """On one rank, without torch's word on every call of Megatron that it has a newer name for."""
+    """Measure on one rank, without torch's warnings about Megatron's deprecated calls."""
     warnings.simplefilter("ignore", FutureWarning)
     return measure(cases)
 
 
 def make_random(values: Mapping[str, Any], head: Head, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Random weights by transformers; norms and biases are random too, so that a mix-up shows."""
+    """Create random weights with transformers. Norms and biases are random, too, so that mix-ups are visible."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     options = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "dtype")}
@@ -161,11 +162,11 @@ def make_random(values: Mapping[str, Any], head: Head, directory: Path, dtype: t
     kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = kind.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for parameter in _vectors(made):
+            for parameter in _vectors(model):
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    made.to(dtype).save_pretrained(directory)
+    model.to(dtype).save_pretrained(directory)
     return directory
 
 

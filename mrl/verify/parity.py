@@ -1,8 +1,9 @@
-"""Is a layout the same model? Log-probs, loss, gradient norm and the parameters after three steps of any layout, to be
-compared with one rank and with transformers.
+"""Measurements to compare layouts with one rank and with transformers: log-probs, loss, gradient norm and the
+parameters after three steps.
 
-The rows and the loss are made here from a seed, whole on every rank, so that nothing of the comparison depends on the
-layout: each rank takes its data-parallel share of the same batch, cut into another number of micro-batches each step.
+The rows and the loss are created from a seed, completely on every rank, so the comparison does not depend on the
+layout. Each rank takes its data-parallel share of the same batch, cut into a different number of micro-batches in each
+step.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ HORIZON_TOKENS = 32
 TEMPERATURE = 0.9
 _LATER_BUDGETS = (40, 1000)
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01}
-"""What a case's own settings are added to; its steps are large, so that a wrong one shows."""
+"""Defaults under a case's own settings. Steps are large, so that a wrong one is visible."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class ParityCase:
     head: Head
     parallel: ParallelConfig
     max_tokens: int
-    """Of a micro-batch on one device, before and in the first step."""
+    """Tokens of a micro-batch on one device, before and in the first step."""
     aggregation: str = "token-mean"
     num_rows: int = 12
     longest: int = 24
@@ -63,7 +64,10 @@ class ParityCase:
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """`max_tokens` of each step: Megatron must not count on as many micro-batches as the first step had."""
+        """`max_tokens` of each step.
+
+        They differ because Megatron must not expect as many micro-batches as in the first step.
+        """
         return (self.max_tokens, *_LATER_BUDGETS)
 
     @property
@@ -80,7 +84,7 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """A box of a Hugging Face tensor, as a rank holds it after the last step."""
+    """A box of a Hugging Face tensor on a rank, after the last step."""
 
     name: str
     box: Region
@@ -89,7 +93,7 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw. Scores by row number are there on the last stage only."""
+    """Results of one rank. Scores by row number exist only on the last stage."""
 
     scores: dict[int, Floats]
     entropies: dict[int, Floats]
@@ -100,7 +104,7 @@ class RankResult:
 
 @dataclass(frozen=True)
 class ParityResult:
-    """What all ranks saw together: scores of all response tokens, and per step loss and gradient norm."""
+    """Merged results of all ranks: scores of all response tokens, and loss and gradient norm per step."""
 
     scores: Floats
     entropies: Floats
@@ -110,7 +114,7 @@ class ParityResult:
 
 
 def make_rows(spec: ModelSpec, case: ParityCase) -> TokenRows:
-    """Random rows of very different lengths: one of two tokens, one with an empty response, one of full length."""
+    """Create random rows of different lengths: one with two tokens, one with an empty response, one of full length."""
     random = np.random.default_rng(case.seed)
     lengths = random.integers(4, case.longest + 1, case.num_rows)
     lengths[:3] = (2, case.longest // 2, case.longest)
@@ -144,8 +148,8 @@ def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: 
     shards = [_shard(rows, budget, engine, groups) for budget in case.budgets]
     request = ScoreRequest(temperature=TEMPERATURE, entropy="grad")
     before = engine.forward(shards[0].rows, shards[0].micro_batches, request)
-    of_rows = Rows.of(torch.from_numpy(rows.response_lengths))
-    norm = LossNormalizer.of(case.aggregation, of_rows, rows.columns["response_mask"], HORIZON_TOKENS)
+    row_ranges = Rows.of(torch.from_numpy(rows.response_lengths))
+    norm = LossNormalizer.of(case.aggregation, row_ranges, rows.columns["response_mask"], HORIZON_TOKENS)
     losses, norms = [], []
     for step, shard in enumerate(shards):
         reports, outcome = engine.update(shard.rows, shard.micro_batches, _loss(case.head, norm, step), request)
@@ -155,7 +159,7 @@ def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: 
     return RankResult(
         scores=_by_row(scores, shards[0]),
         entropies=_by_row(before.entropy_T if before else None, shards[0]),
-        # Context and tensor ranks all have the whole loss of their rows: one of them speaks.
+        # Context and tensor ranks all have the whole loss of their rows: only one of them reports it.
         losses=tuple(losses) if groups.mesh.is_output_rank(groups.at.rank) else (0.0,) * len(losses),
         grad_norms=tuple(norms),
         held=_held(engine, groups, spec, case.head),
@@ -164,7 +168,7 @@ def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: 
 
 @dataclass(frozen=True)
 class _Shard:
-    """A data-parallel rank's rows, their numbers in the whole batch, and how they are cut."""
+    """A data-parallel rank's rows, their numbers in the whole batch, and their micro-batches."""
 
     rows: TokenRows
     numbers: list[int]
@@ -173,9 +177,9 @@ class _Shard:
 
 def _shard(rows: TokenRows, max_tokens: int, engine: MegatronEngine, groups: ParallelGroups) -> _Shard:
     plan = plan_step(rows.lengths, groups.mesh.dp, max_tokens, engine.packing)
-    mine = plan[groups.at.dp]
-    numbers = np.sort(np.concatenate(mine))
-    return _Shard(rows.take(numbers), numbers.tolist(), [np.searchsorted(numbers, part) for part in mine])
+    own_part = plan[groups.at.dp]
+    numbers = np.sort(np.concatenate(own_part))
+    return _Shard(rows.take(numbers), numbers.tolist(), [np.searchsorted(numbers, part) for part in own_part])
 
 
 def _by_row(values: torch.Tensor | None, shard: _Shard) -> dict[int, Floats]:
@@ -202,9 +206,9 @@ def _loss(head: Head, norm: LossNormalizer, step: int) -> LossFunction:
 
 
 def _policy_loss(norm: LossNormalizer, step: int, batch: LossInput) -> LossOutput:
-    """PPO around log-probs that noise has moved, with an entropy term: clipped and unclipped tokens both occur."""
+    """Return the PPO loss around log-probs with added noise, and an entropy term, with clipped and unclipped tokens."""
     log_probs_T = batch.scores.log_probs_T
-    assert log_probs_T is not None, "a policy gives log-probs"
+    assert log_probs_T is not None, "a policy returns log-probs"
     tokens = PolicyTokens(
         Rows.of(torch.from_numpy(batch.response_lengths), log_probs_T.device),
         batch.columns["response_mask"],
@@ -220,7 +224,7 @@ def _policy_loss(norm: LossNormalizer, step: int, batch: LossInput) -> LossOutpu
 
 def _value_loss(norm: LossNormalizer, step: int, batch: LossInput) -> LossOutput:
     values_T = batch.scores.values_T
-    assert values_T is not None, "a value model gives values"
+    assert values_T is not None, "a value model returns values"
     mask_T = batch.columns["response_mask"]
     old_T = values_T.detach() + (1 + step) * batch.columns["noise"]
     tokens = ValueTokens(mask_T, values_T, old_T, batch.columns["advantages"])
@@ -232,8 +236,8 @@ def merge_ranks(ranks: list[RankResult]) -> ParityResult:
 
     def joined(per_rank: list[dict[int, Floats]]) -> Floats:
         rows: dict[int, Floats] = {}
-        for found in per_rank:
-            rows.update(found)
+        for rank_rows in per_rank:
+            rows.update(rank_rows)
         return np.concatenate([rows[number] for number in sorted(rows)]) if rows else np.zeros(0)
 
     return ParityResult(
@@ -247,7 +251,7 @@ def merge_ranks(ranks: list[RankResult]) -> ParityResult:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a layout is from the one-rank run."""
+    """Distance of a layout from the one-rank run."""
 
     scores: float
     entropy: float
@@ -257,7 +261,7 @@ class Difference:
 
     @classmethod
     def between(cls, one: ParityResult, other: ParityResult) -> Difference:
-        """Scores, entropy and parameters as largest absolute differences, loss and gradient norm as relative ones."""
+        """Return the largest differences: absolute for scores, entropy and parameters, relative for the rest."""
         return cls(
             scores=_largest(one.scores, other.scores),
             entropy=_largest(one.entropies, other.entropies),
@@ -286,22 +290,22 @@ def _parameter_difference(one: ParityResult, other: ParityResult) -> float:
 
 
 def transformers_scores(path: str | Path, case: ParityCase) -> Floats:
-    """Return the same log-probs or values by transformers, row by row, in float32."""
+    """Return the same log-probs or values from transformers, row by row, in float32."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     rows = make_rows(read_spec(path), case)
     kind = AutoModelForCausalLM if case.head == "lm" else AutoModelForSequenceClassification
     model = kind.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
-    found = []
+    parts = []
     with torch.no_grad():
         sequences = torch.split(rows.tokens, rows.lengths.tolist())
         for tokens, num in zip(sequences, rows.response_lengths.tolist(), strict=True):
             if case.head == "score":
                 hidden = model.model(tokens[None]).last_hidden_state[0]
-                found.append(model.score(hidden)[len(tokens) - num - 1 : len(tokens) - 1, 0])
+                parts.append(model.score(hidden)[len(tokens) - num - 1 : len(tokens) - 1, 0])
             else:
                 logits = model(tokens[None]).logits[0] / TEMPERATURE
                 predicted = logits[len(tokens) - num - 1 : len(tokens) - 1].log_softmax(-1)
-                found.append(predicted.gather(1, tokens[len(tokens) - num :, None])[:, 0])
-    scores: Floats = torch.cat(found).double().numpy()
+                parts.append(predicted.gather(1, tokens[len(tokens) - num :, None])[:, 0])
+    scores: Floats = torch.cat(parts).double().numpy()
     return scores

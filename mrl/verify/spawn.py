@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, over gloo, or NCCL with a GPU each: for `mrl verify`, benchmarks and tests."""
+"""Ranks as processes on this machine, over gloo, or NCCL with one GPU each; for `mrl verify`, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ Device = Literal["cpu", "gpu"]
 
 
 def num_gpus() -> int:
-    """Return how many ranks could have a GPU of their own."""
+    """Return the largest number of ranks that can have their own GPU."""
     return torch.cuda.device_count()
 
 
 def run_distributed(
     num_ranks: int, function: Callable[..., Any], *arguments: Any, timeout_s: float, device: Device = "cpu"
 ) -> list[Any]:
-    """Call `function(*arguments)` on each rank of a new world, which is gone afterwards; return what each rank returns.
+    """Call `function(*arguments)` on each rank of a new world, which is removed afterwards. Return the results of all
+    ranks.
 
-    The function is importable by name, and what it takes and returns can be sent between processes. With "gpu" there
-    are as many ranks as `num_gpus` at most.
+    The function must be importable by name, and its arguments and results must be picklable. With "gpu" there are at
+    most `num_gpus` ranks.
     """
     context = _context(device)
-    listener = socket.create_server(("127.0.0.1", 0))  # rank 0 takes it over, so nobody else can take the port
+    listener = socket.create_server(("127.0.0.1", 0))  # rank 0 inherits it, so no other process can take the port
     processes, ends = [], []
     try:
         for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
+            own_end, rank_end = context.Pipe()
             place = (rank, num_ranks, listener.getsockname()[1], listener if rank == 0 else None)
             with _environment(device):
-                order = (theirs, place, dict(os.environ), function, arguments)
+                order = (rank_end, place, dict(os.environ), function, arguments)
                 process = context.Process(target=_rank_main, args=order, daemon=True)  # type: ignore[attr-defined]
                 process.start()
-            theirs.close()
+            rank_end.close()
             processes.append(process)
-            ends.append(ours)
+            ends.append(own_end)
         return _collect(ends, timeout_s)
     finally:
         listener.close()
@@ -60,9 +61,9 @@ def run_distributed(
 
 
 def _context(device: Device) -> BaseContext:
-    """Return how processes begin: from one that has loaded all that takes seconds to load, or on GPUs from nothing.
+    """Return the start method: on CPUs, fork from a server that has loaded the slow imports; on GPUs, spawn.
 
-    A process whose parent has as much as asked how many GPUs there are cannot use any.
+    A process cannot use GPUs if its parent has called CUDA, even just to count devices.
     """
     if device == "gpu":
         return multiprocessing.get_context("spawn")
@@ -73,16 +74,16 @@ def _context(device: Device) -> BaseContext:
 
 @contextmanager
 def _environment(device: Device) -> Iterator[None]:
-    """What a process is started with: it loads torch, which looks for GPUs, before it comes to any line of ours."""
-    wanted = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    """Set the environment in which processes start: they import torch, which looks for GPUs, before any code of mrl."""
+    variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     if device == "cpu":
-        wanted["CUDA_VISIBLE_DEVICES"] = ""
-    before = {name: os.environ[name] for name in wanted if name in os.environ}
-    os.environ.update(wanted)
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in wanted.keys() - before.keys():
+        for name in variables.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
 
@@ -93,7 +94,7 @@ def _collect(ends: list[Connection], timeout_s: float) -> list[Any]:
         silent = [rank for rank in range(len(ends)) if rank not in results]
         ready = wait([ends[rank] for rank in silent], timeout_s)
         if not ready:
-            raise EngineError(f"ranks {silent} of {len(ends)} gave no answer in {timeout_s:g} s")
+            raise EngineError(f"ranks {silent} of {len(ends)} did not answer within {timeout_s:g} s")
         for rank in [rank for rank in silent if ends[rank] in ready]:
             try:
                 succeeded, result = ends[rank].recv()
@@ -113,9 +114,9 @@ def _rank_main(
     arguments: Any,
 ) -> None:
     rank, num_ranks, port, listener = place
-    os.environ.clear()  # it is that of the process from which this one was forked, of an earlier time
+    os.environ.clear()  # inherited from the fork server, and outdated
     os.environ.update(environment)
-    die_with(os.getppid())  # or a rank that waits in gloo would wait for ever
+    die_with(os.getppid())  # otherwise a rank could wait in gloo forever
     backend = take_device(rank)
     limit = timedelta(minutes=10)
     store = TCPStore(

@@ -1,7 +1,7 @@
-"""What transformers computes of a model's files, one layer in memory at a time, so that 70B need no more than a layer.
+"""Computation of a model's files with transformers, with one layer in memory at a time, even for models of 70B.
 
-Each layer is transformers' own model with one layer, which reads the layer's tensors by transformers' own rules: no
-table of mrl's and nothing of Megatron takes part.
+Each layer is transformers' own model with one layer, which loads the layer's tensors by transformers' own rules,
+independent of mrl's tables and of Megatron.
 """
 
 from __future__ import annotations
@@ -22,55 +22,57 @@ from mrl.models.hf_reader import HfReader
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM, SCORE, Head
 
 _ROWS_AT_ONCE = 8192
-"""Of the vocabulary, while logits are made."""
+"""Number of vocabulary rows processed at a time for logits."""
 _SPREAD = 0.1
-"""Nats: log-probs of a text count as at least so different from each other."""
+"""Lower limit of the spread of a text's log-probs, in nats."""
 
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """What a model says of a text, before each token but the first, in float32."""
+    """A model's output before each token of a text but the first, in float32."""
 
     hidden_TH: Tensor
-    """After the last norm."""
+    """Hidden states after the last norm."""
     scores_T: Tensor | None = None
-    """Log-probs of a language model; values of a score head, none where the files hold no such head."""
+    """Log-probs of a language model, or values of a score head; None if the files have no such head."""
     score_norm: float = 0.0
-    """The length of a score head's weight."""
+    """Norm of a score head's weight."""
 
     def first(self, num: int) -> ModelAnswer:
-        """Return the answer to the beginning of the text, which depends on nothing behind it."""
+        """Return the answer for the beginning of the text, which does not depend on the rest."""
         scores_T = None if self.scores_T is None else self.scores_T[:num]
         return ModelAnswer(self.hidden_TH[:num], scores_T, self.score_norm)
 
     def limit(self, head: Head, rounding: float, num_layers: int) -> float:
-        """Return how far a model may be from this one that rounds each operation so, relatively.
+        """Return the largest expected distance of a model that rounds each operation with this relative error.
 
-        Every layer rounds anew and at random, so errors grow with the root of the layers; the factor is that of `mrl
-        verify layout`, twice what was seen over four families. Log-probs are off by a share of their own spread.
+        The rounding errors of layers are random, so they grow with the square root of the number of layers. The factor
+        is that of `mrl verify layout`, twice the largest value seen over four families. Errors of log-probs are
+        relative to their spread.
         """
         spread = 1.0
         if head == "lm" and self.scores_T is not None:
             spread = max(float(self.scores_T.std(correction=0)), _SPREAD)
         return 6 * rounding * math.sqrt(num_layers) * spread
 
-    def difference(self, found: ModelAnswer, head: Head, num_ties: int) -> float:
-        """Return how far a model's answer is from this, without the tokens that are farthest off.
+    def difference(self, other: ModelAnswer, head: Head, num_ties: int) -> float:
+        """Return the distance of a model's answer from this one, without the `num_ties` tokens with the largest
+        distance.
 
-        That is the root mean square of log-probs; of hidden states, and of scores, relative to their size.
+        It is the root mean square of log-probs; for hidden states and scores it is relative to their size.
         """
         scores = None
-        if self.scores_T is not None and found.scores_T is not None:
-            scores = _rms(found.scores_T - self.scores_T, num_ties)
+        if self.scores_T is not None and other.scores_T is not None:
+            scores = _rms(other.scores_T - self.scores_T, num_ties)
         if scores is not None and head == "lm":
             return scores
         size = float(self.hidden_TH.square().mean().sqrt())
-        of_hidden = _rms((found.hidden_TH - self.hidden_TH).square().mean(1).sqrt(), num_ties) / size
-        return of_hidden if scores is None else max(of_hidden, scores / (size * self.score_norm))
+        hidden_difference = _rms((other.hidden_TH - self.hidden_TH).square().mean(1).sqrt(), num_ties) / size
+        return hidden_difference if scores is None else max(hidden_difference, scores / (size * self.score_norm))
 
 
 def _rms(errors_T: Tensor, num_ties: int) -> float:
-    """Not a number where any error is none, also among those left out."""
+    """Return the root mean square, or NaN if any error is not finite, including errors that are left out."""
     if not errors_T.isfinite().all():
         return math.nan
     return float(errors_T.double().abs().sort().values[: len(errors_T) - num_ties].square().mean().sqrt())
@@ -79,7 +81,7 @@ def _rms(errors_T: Tensor, num_ties: int) -> float:
 def answer(
     path: str | Path, head: Head, token_ids: Tensor, before_layer: Callable[[], None] = lambda: None
 ) -> ModelAnswer:
-    """Compute a model of a directory on a CPU; `before_layer` may raise to end it."""
+    """Compute a model directory on a CPU. `before_layer` may raise an error to stop."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -99,7 +101,7 @@ def answer(
 
 
 def _layer(reader: HfReader, config: Any, layer: int) -> Any:
-    """Return transformers' model of that layer alone, with the model's last norm behind the last one."""
+    """Return transformers' model of this layer alone; after the last layer also with the model's final norm."""
     from transformers import MODEL_MAPPING
 
     prefix = f"model.layers.{layer}."
@@ -115,18 +117,18 @@ def _layer(reader: HfReader, config: Any, layer: int) -> Any:
         attn_implementation="eager",
         output_loading_info=True,
     )
-    for wrong in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[wrong]:
-            some = ", ".join(sorted(map(str, report[wrong]))[:5])
-            what = f"transformers reports {wrong.replace('_', ' ')} in layer {layer}: {some}"
-            raise ModelError(what, where=str(reader.path), fix="do config.json and the weights belong together?")
+    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[key]:
+            listed = ", ".join(sorted(map(str, report[key]))[:5])
+            problem = f"transformers reports {key.replace('_', ' ')} in layer {layer}: {listed}"
+            raise ModelError(problem, where=str(reader.path), fix="check that config.json belongs to these weights")
     if layer < config.num_hidden_layers - 1:
         model.norm = torch.nn.Identity()
     return model.eval()
 
 
 def _of_one_layer(config: Any, layer: int, is_dense: bool) -> Any:
-    """Return the configuration of a model of that layer; what a file says layer by layer is said of the only one."""
+    """Return the configuration of a one-layer model of this layer, with its per-layer settings."""
     one = copy.deepcopy(config)
     one.num_hidden_layers, one.vocab_size, one.pad_token_id = 1, 1, None
     if getattr(one, "layer_types", None):
@@ -148,7 +150,7 @@ def _log_probs(reader: HfReader, hidden_TH: Tensor, labels_T: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from drawing a bar for each layer."""
+    """Hide transformers' progress bar for each layer."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
-"""Short digests of tensors' content, computed where the tensors lie: what was sent against what is held.
+"""Short digests of tensors, computed on their device, to compare sent and received weights.
 
-Both sides of a hand-over are on one device, so each device has the way that is quickest there: on a CPU the bytes are
-hashed; on a GPU weighted sums are taken, and read by the host once, whatever the number of tensors.
+Both sides of a transfer use the same device, so each device type has the fastest method: CPUs hash the bytes; GPUs
+compute weighted sums, which the host reads once for any number of tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Digests:
-    """Of tensors by name, as they are when they are added: dtype, shape and every bit in 32 letters."""
+    """Digests of tensors by name, at the time they are added: dtype, shape and every bit in 32 letters."""
 
     def __init__(self) -> None:
         self._found: dict[str, str] = {}
@@ -28,7 +28,7 @@ class Digests:
         return name in self._found or name in self._sums
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take in one tensor, which may change afterwards."""
+        """Add one tensor. It may change afterwards."""
         kind, flat = f"{tensor.dtype} {tuple(tensor.shape)}", tensor.detach().contiguous().view(-1)
         if tensor.is_cuda:
             self._sums[name] = kind, weighted_sums(flat)
@@ -55,9 +55,9 @@ def digest(tensor: Tensor) -> str:
 
 
 def weighted_sums(flat: Tensor) -> Tensor:
-    """Return a sum for each chunk. One element or any order that differs shows.
+    """Return one sum per chunk. A different element or order changes it.
 
-    Weights are odd, so a chunk in which one element differs always has another sum; sums wrap around by intent.
+    Weights are odd, so a chunk with one different element always has another sum. Overflow is intended.
     """
     words = flat.view(_WORDS[flat.element_size()])
     weights = _weights(flat.device)
@@ -67,7 +67,7 @@ def weighted_sums(flat: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return a pseudo-random odd number for every position of a chunk: moved content gets other weights."""
+    """Return a pseudo-random odd number for each position of a chunk, so that moved content gets other weights."""
     mixed = torch.arange(1, _CHUNK_ELEMENTS + 1, dtype=torch.int64, device=device)
     for factor in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9):
         mixed = mixed * factor

@@ -1,4 +1,4 @@
-"""Slices from rank to rank through small buffers: each message is cut to fit, and each rank has one peer at a time."""
+"""Exchange of slices between ranks through small buffers: messages are cut to fit, with one peer at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _index = cache(slices)  # layers of a kind share their boxes
 
 
 class MessageRound(NamedTuple):
-    """One message to one rank and one from another; either may be empty."""
+    """One message to a rank and one from another rank; either may be empty."""
 
     destination: int
     sent: list[Transfer]
@@ -36,63 +36,65 @@ class MessageRound(NamedTuple):
 
 
 def message_schedule(plan: RankPlan, bucket: PlannedBucket, limit: int) -> list[MessageRound]:
-    """Return the messages of a bucket, of at most `limit` elements each.
+    """Return the messages of a bucket, with at most `limit` elements each.
 
-    Every rank goes around the circle: it sends to the one `shift` places on and receives from the one as far back. All
-    do so in the same order and nobody waits in another, so nobody waits for ever.
+    The ranks form a circle: each sends to the rank `shift` places ahead and receives from the rank `shift` places
+    behind. All ranks use the same order of shifts, so no two ranks wait for each other forever.
     """
     rank, num_ranks = plan.rank, plan.num_ranks
-    shifts = {(other - rank) % num_ranks for other in bucket.outgoing}
-    shifts |= {(rank - other) % num_ranks for other in bucket.incoming}
-    found: list[MessageRound] = []
+    shifts = {(peer - rank) % num_ranks for peer in bucket.outgoing}
+    shifts |= {(rank - peer) % num_ranks for peer in bucket.incoming}
+    rounds: list[MessageRound] = []
     for shift in sorted(shifts - {0}):
         destination, source = (rank + shift) % num_ranks, (rank - shift) % num_ranks
         sent = split_messages(bucket.outgoing.get(destination, []), limit)
         received = split_messages(bucket.incoming.get(source, []), limit)
         pairs = zip_longest(sent, received)
-        found += [MessageRound(destination, out or [], source, into or []) for out, into in pairs]
-    return found
+        rounds += [MessageRound(destination, outgoing or [], source, incoming or []) for outgoing, incoming in pairs]
+    return rounds
 
 
 def split_messages(transfers: Sequence[Transfer], limit: int) -> list[list[Transfer]]:
-    """Return the same transfers in runs of at most `limit` elements; what does not fit into a run is cut between rows.
+    """Split the transfers into runs of at most `limit` elements. Transfers that do not fit are cut between rows.
 
-    A matrix of 3 rows and 4 columns and a vector of 5, in messages of 8: rows 0 and 1 of the matrix; its row 2 and four
-    elements of the vector; the last one.
+    Example: a matrix of 3 rows and 4 columns and a vector of 5, in messages of 8. The runs are rows 0 and 1 of the
+    matrix; its row 2 and four elements of the vector; the last element.
     """
     runs: list[list[Transfer]] = []
     room = 0
     for transfer in transfers:
-        for each in [transfer] if transfer.region.num_elements <= room else _by_slice(transfer):
-            (start, stop), size = each.region.copies[0].source[0], each.region.num_elements
+        for part in [transfer] if transfer.region.num_elements <= room else _by_slice(transfer):
+            (start, stop), size = part.region.copies[0].source[0], part.region.num_elements
             width = 1 if size <= room else size // (stop - start)
-            assert width <= limit, f"a row of {width} elements in messages of {limit}: a bucket holds several rows"
+            assert width <= limit, f"a row of {width} elements exceeds messages of {limit}: a bucket holds several rows"
             while size > 0:
                 if room < width:
                     runs.append([])
                     room = limit
                 fitting = size if size <= room else room // width * width
-                runs[-1].append(each if fitting == each.region.num_elements else _rows(each, size, fitting, width))
+                runs[-1].append(part if fitting == part.region.num_elements else _rows(part, size, fitting, width))
                 size, room = size - fitting, room - fitting
     return runs
 
 
 def _by_slice(transfer: Transfer) -> Iterator[Transfer]:
-    for each in transfer.region.copies:
-        yield transfer._replace(region=ShardRegion((each,), num_elements(each.source)))
+    for region_copy in transfer.region.copies:
+        yield transfer._replace(region=ShardRegion((region_copy,), num_elements(region_copy.source)))
 
 
 def _rows(transfer: Transfer, left: int, fitting: int, width: int) -> Transfer:
-    """Of a single slice of which `left` elements are left, the rows that make up the next `fitting`."""
-    (each,) = transfer.region.copies
+    """Return the next `fitting` elements, in whole rows, of a single slice with `left` elements left."""
+    (region_copy,) = transfer.region.copies
     begin = (transfer.region.num_elements - left) // width
     end = begin + fitting // width
-    source, target = (((box[0][0] + begin, box[0][0] + end), *box[1:]) for box in (each.source, each.target))
-    return transfer._replace(region=ShardRegion((RegionCopy(each.name, source, target),), fitting))
+    source, target = (
+        ((box[0][0] + begin, box[0][0] + end), *box[1:]) for box in (region_copy.source, region_copy.target)
+    )
+    return transfer._replace(region=ShardRegion((RegionCopy(region_copy.name, source, target),), fitting))
 
 
 class WeightExchange:
-    """Moves what steps say, and counts it as it passes. While one message is under way the next is packed."""
+    """Executes message rounds and counts the traffic. The next message is packed while one is under way."""
 
     def __init__(self, held: Held, transport: P2PTransport, dtype: torch.dtype, limit: int) -> None:
         self._held, self._transport = held, transport
@@ -103,9 +105,12 @@ class WeightExchange:
     def run(
         self, planned: Sequence[MessageRound], receiving_ranks: Collection[int], matrices: Sequence[Tensor] | None
     ) -> None:
-        """Send to the ranks that receive; what comes in goes into the matrices, or nowhere without them."""
-        takes = self._transport.rank in receiving_ranks
-        waiting: tuple[Sequence[dist.Work], list[Transfer], Tensor] = [], [], self._buffers[0]
+        """Send to the receiving ranks.
+
+        Incoming messages go into the matrices; without matrices, nothing is received.
+        """
+        receives = self._transport.rank in receiving_ranks
+        pending: tuple[Sequence[dist.Work], list[Transfer], Tensor] = [], [], self._buffers[0]
         for number, step in enumerate(planned):
             outgoing, incoming = self._buffers[:2] if number % 2 else self._buffers[2:]
             out: dict[int, Tensor] = {}
@@ -114,30 +119,32 @@ class WeightExchange:
                 out[step.destination] = message = self._pack(step.sent, outgoing)
                 self.bytes_sent += message.nbytes
                 self.num_transfers += 1
-            if step.received and takes:
+            if step.received and receives:
                 message = incoming[: sum(transfer.region.num_elements for transfer in step.received)]
                 into[step.source] = message
                 self.bytes_received += message.nbytes
             started = self._transport.start(out, into)
-            _finish(*waiting, matrices)
-            waiting = started, step.received if takes else [], incoming
-        _finish(*waiting, matrices)
+            _finish(*pending, matrices)
+            pending = started, step.received if receives else [], incoming
+        _finish(*pending, matrices)
 
     def copy_local(self, transfers: Sequence[Transfer], matrices: Sequence[Tensor]) -> None:
         for transfer in transfers:
             matrix = matrices[transfer.tensor]
-            for each in transfer.region.copies:
-                matrix[_index(each.target)].copy_(self._source(transfer, each))
+            for region_copy in transfer.region.copies:
+                matrix[_index(region_copy.target)].copy_(self._source(transfer, region_copy))
 
-    def _source(self, transfer: Transfer, each: RegionCopy) -> Tensor:
-        return self._held[transfer.site.chunk, transfer.site.prefix + each.name][_index(each.source)]
+    def _source(self, transfer: Transfer, region_copy: RegionCopy) -> Tensor:
+        return self._held[transfer.site.chunk, transfer.site.prefix + region_copy.name][_index(region_copy.source)]
 
     def _pack(self, transfers: Sequence[Transfer], buffer: Tensor) -> Tensor:
         end = 0
         for transfer in transfers:
-            for each in transfer.region.copies:
-                shape, strides, size = _contiguous(each.source)
-                buffer.as_strided(shape, strides, buffer.storage_offset() + end).copy_(self._source(transfer, each))
+            for region_copy in transfer.region.copies:
+                shape, strides, size = _contiguous(region_copy.source)
+                buffer.as_strided(shape, strides, buffer.storage_offset() + end).copy_(
+                    self._source(transfer, region_copy)
+                )
                 end += size
         return buffer[:end]
 
@@ -145,36 +152,36 @@ class WeightExchange:
 def _finish(
     works: Sequence[dist.Work], transfers: Sequence[Transfer], buffer: Tensor, matrices: Sequence[Tensor] | None
 ) -> None:
-    """Wait for messages, and unpack the one that came in."""
+    """Wait for the messages, and unpack the received one."""
     for work in works:
         work.wait()
     if matrices is None:
         return
     end = 0
     for transfer in transfers:
-        for each in transfer.region.copies:
-            shape, strides, size = _contiguous(each.target)
+        for region_copy in transfer.region.copies:
+            shape, strides, size = _contiguous(region_copy.target)
             packed = buffer.as_strided(shape, strides, buffer.storage_offset() + end)
-            matrices[transfer.tensor][_index(each.target)].copy_(packed)
+            matrices[transfer.tensor][_index(region_copy.target)].copy_(packed)
             end += size
 
 
 @cache
 def _contiguous(box: Region) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return shape, strides and elements of a box that lies by itself."""
+    """Return shape, strides and number of elements of a contiguous box of this extent."""
     shape = extent(box)
     strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return shape, strides, math.prod(shape)
 
 
 class WorldTransport:
-    """Point-to-point messages in the trainer's own world: engines on its devices need nobody else."""
+    """Point-to-point messages in the trainer's own world, for engines on the trainer's devices."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.device = dist.get_rank(), device
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Sequence[dist.Work]:
-        """Begin to send and receive buffers, by rank, as one batch; nobody touches them before the work is done."""
+        """Start to send and receive buffers, by rank, as one batch. Do not touch the buffers until the work is done."""
         messages = [dist.P2POp(dist.isend, buffer, rank) for rank, buffer in outgoing.items()]
         messages += [dist.P2POp(dist.irecv, buffer, rank) for rank, buffer in incoming.items()]
         return dist.batch_isend_irecv(messages) if messages else []
@@ -184,16 +191,15 @@ class WorldTransport:
 
 
 class JoinedTransport:
-    """A world of trainer ranks and of receivers, who stand on the engines' devices.
+    """A world of trainer ranks and receivers on the engines' devices.
 
-    Megatron takes torch's default world for its own, so this one is a process group beside it, which no other call
-    can reach.
+    Megatron uses torch's default world, so this one is a separate process group that no other call can reach.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         self.rank, self.device = rank, device
         timeout = datetime.timedelta(seconds=timeout_s)
-        # torch's types know neither the constructors of its process groups nor their messages.
+        # torch has no type information for the constructors and messages of its process groups.
         self._group: Any
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -203,7 +209,7 @@ class JoinedTransport:
             self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def start(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Sequence[dist.Work]:
-        """Send and receive one by one: each pair of ranks has a connection of its own, so none waits for another."""
+        """Send and receive one by one. Each pair of ranks has a separate connection, so no pair blocks another."""
         works = [self._group.send([buffer], rank, 0) for rank, buffer in outgoing.items()]
         return works + [self._group.recv([buffer], rank, 0) for rank, buffer in incoming.items()]
 

@@ -1,4 +1,4 @@
-"""Of which slices of Megatron's parameters each fused tensor is made, told once for all layers of a kind."""
+"""Slices of Megatron's parameters that make up each fused tensor, computed once per kind of layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM, vocabulary_parameter
 
 Kind = Literal["embedding", "dense", "experts", "head"]
-"""Of a group: a layer without or with experts, the embedding, or what follows the layers."""
+"""Kind of a group: a layer with or without experts, the embedding, or the parameters after the layers."""
 
 
 class ShardOwner(NamedTuple):
-    """The ranks of a stage that hold the same: those of a place in tp, or for an expert in ep and etp; None: all."""
+    """Ranks of a stage with the same data, by their place in tp or, for experts, in ep and etp; None means all."""
 
     expert: bool
     ep: int
@@ -28,9 +28,9 @@ class ShardOwner(NamedTuple):
 
 
 class RegionCopy(NamedTuple):
-    """One box of a Megatron parameter that is one box of a fused one, in every layer of a kind."""
+    """A box of a Megatron parameter that is one box of a fused tensor, in every layer of a kind."""
 
-    name: str  # what follows the prefix of a site
+    name: str  # the part after the prefix of a site
     source: Region
     target: Region
 
@@ -43,11 +43,11 @@ class ShardRegion(NamedTuple):
 
 
 FusedRegions = tuple[tuple[Fused, dict[ShardOwner, ShardRegion]], ...]
-"""The fused tensors of a kind of group, each with its regions."""
+"""The fused tensors of a kind of group, with their regions."""
 
 
 class ShardIntersections:
-    """The two tables of a model, one upon the other; what was found is remembered."""
+    """Cached intersections of the model's two tables: training shards and engine tensors."""
 
     def __init__(self, spec: ModelSpec, layout: ParallelConfig, sizes: EngineSizes) -> None:
         self.spec, self.layout, self.sizes = spec, layout, sizes
@@ -55,30 +55,30 @@ class ShardIntersections:
         self._held = cache(lambda kind: tuple(self._find_held(kind)))
 
     def _find_regions(self, kind: Kind, tp_rank: int, owners: frozenset[ShardOwner] | None) -> FusedRegions:
-        """Return what a tensor rank of an engine needs; only what some owners have of it, if asked."""
-        held: dict[str, list[tuple[ShardOwner, str, Region, Region]]] = defaultdict(list)
+        """Return what a tensor rank of an engine needs, optionally only the parts that some owners have."""
+        pieces_by_name: dict[str, list[tuple[ShardOwner, str, Region, Region]]] = defaultdict(list)
         for owner, name, shard in self._held(kind):
             if owners is None or owner in owners:
                 for piece in shard:
-                    held[piece.hf].append((owner, name, piece.source, piece.target))
-        found = []
+                    pieces_by_name[piece.hf].append((owner, name, piece.source, piece.target))
+        regions_by_tensor = []
         for fused in self._needed(kind, tp_rank):
             copies: dict[ShardOwner, list[RegionCopy]] = defaultdict(list)
             for piece in fused.pieces:
-                for owner, name, source, target in held.get(piece.hf, ()):
+                for owner, name, source, target in pieces_by_name.get(piece.hf, ()):
                     if box := intersection(piece.source, source):
                         copy = RegionCopy(name, moved(box, source, target), moved(box, piece.source, piece.target))
                         copies[owner].append(copy)
             regions = {
-                owner: ShardRegion(tuple(own), sum(num_elements(each.target) for each in own))
-                for owner, own in copies.items()
+                owner: ShardRegion(tuple(owned), sum(num_elements(region_copy.target) for region_copy in owned))
+                for owner, owned in copies.items()
             }
             if owners is None:
                 covered = sum(region.num_elements for region in regions.values())
-                wanted = sum(num_elements(piece.target) for piece in fused.pieces)
-                assert covered == wanted, f"{fused.name}: {covered} of {wanted} elements have a source"
-            found.append((fused, regions))
-        return tuple(found)
+                needed = sum(num_elements(piece.target) for piece in fused.pieces)
+                assert covered == needed, f"{fused.name}: {covered} of {needed} elements have a source"
+            regions_by_tensor.append((fused, regions))
+        return tuple(regions_by_tensor)
 
     def _needed(self, kind: Kind, tp_rank: int) -> Iterator[Fused]:
         spec, sizes = self.spec, self.sizes
@@ -89,7 +89,7 @@ class ShardIntersections:
         return layer_tensors(spec, sizes, tp_rank, self._example(kind))
 
     def _find_held(self, kind: Kind) -> Iterator[tuple[ShardOwner, str, Sequence[Piece]]]:
-        """Yield every local parameter of every place of a stage, and the pieces of Hugging Face tensors in it."""
+        """Yield each local parameter at each place of a stage, with the pieces of Hugging Face tensors in it."""
         spec, family = self.spec, FAMILIES[self.spec.family]
         if kind == "embedding":
             yield from self._split(vocabulary_parameter("weight", EMBEDDING, spec))

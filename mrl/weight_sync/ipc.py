@@ -1,17 +1,17 @@
-"""Tensors from one process to another on the same device, without a copy through a network.
+"""Transfer of tensors between two processes on the same device, without network copies.
 
     sender (a trainer rank)                              receiver (a rollout worker)
     hello: protocol, version, two shared buffers   ->
                                                    <-    welcome
-    bucket: slot, [name, dtype, shape, offset]...  ->    reads the tensors where they lie
+    bucket: slot, [name, dtype, shape, offset]...  ->    reads the tensors in place
                                                    <-    done: slot
     ...                                                  (the other slot is filled meanwhile)
     end                                            ->
                                                    <-    digests: {name: digest}, or at any time refused: reason
 
-What travels over the Unix socket is short JSON, never a pickle. On a CPU the buffers are memfds, which lie in no file
-system and are gone with the processes that map them; on a GPU they are CUDA IPC handles. A connection lasts for one
-version: whoever crashed is met again as somebody new.
+The Unix socket carries short JSON, never pickles. On a CPU the buffers are memfds, which are in no file system and
+disappear with the processes that map them; on a GPU they are CUDA IPC handles. A connection lasts for one version, so
+that a restarted process simply connects again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mrl.dtypes import dtype_name, torch_dtype
 from mrl.errors import RolloutError
 
 ALIGNMENT_BYTES = 64
-"""Tensors begin at multiples of this in a buffer, so that a view of any dtype is aligned."""
+"""Alignment of tensors in a buffer, so that a view of any dtype is aligned."""
 NUM_SLOTS = 2
 _PROTOCOL = 1
 _MAX_FRAME_BYTES = 16 << 20
@@ -46,18 +46,18 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MAX_PATH_BYTES = 107
 _RETRY_S = 0.02
 _HELLO_S = 5.0
-"""A trainer says hello in the moment in which it connects."""
+"""A trainer sends hello as soon as it connects."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def socket_path(sockets: Path, replica: str, tp_rank: int) -> Path:
-    """Return where one process of a replica takes its weights."""
+    """Return the socket on which one process of a replica receives weights."""
     return sockets / f"{replica}-{tp_rank}.sock"
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor in a buffer: contiguous from `offset` bytes on."""
+    """A contiguous tensor in a buffer, starting at byte `offset`."""
 
     name: str
     dtype: torch.dtype
@@ -82,14 +82,14 @@ class SharedBuffer:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one version, as views into the sender's buffer: they change once the next bucket is asked for."""
+    """Tensors of one version, as views of the sender's buffer. They are valid until the next bucket is requested."""
 
     version: int
     tensors: dict[str, Tensor]
 
 
 class IpcSender:
-    """The trainer's side: `begin`, then `slot` and `send` for each bucket, then `end`; `close` whatever happened."""
+    """The trainer's side: call `begin`, then `slot` and `send` for each bucket, then `end`; in any case `close`."""
 
     def __init__(self, path: Path, slot_bytes: int, device: torch.device, deadline_s: float = 120.0) -> None:
         self._path, self._device, self._deadline_s = path, device, deadline_s
@@ -100,7 +100,7 @@ class IpcSender:
         self._free: list[SharedBuffer] = []
 
     def begin(self, version: int) -> None:
-        """Meet the receiver, which may not have started to listen yet, and share the buffers."""
+        """Connect to the receiver, which may not listen yet, and share the buffers."""
         self._line = line = _Channel(_connect(self._path, self._deadline_s), self.receiver)
         shared = [_share(self._slot_bytes, self._device) for _ in range(NUM_SLOTS)]
         self._slots = [SharedBuffer(number, buffer) for number, (buffer, _, _) in enumerate(shared)]
@@ -115,21 +115,21 @@ class IpcSender:
         line.receive("welcome", self._deadline_s)
 
     def slot(self) -> SharedBuffer:
-        """Return a buffer that the receiver does not read; wait until there is one."""
+        """Return a buffer that the receiver does not read; wait until one is free."""
         if not self._free:
             done, _ = self._connected().receive("done", self._deadline_s)
             self._free.append(self._slots[done["slot"]])
         return self._free.pop(0)
 
     def send(self, slot: SharedBuffer, tensors: Sequence[TensorView]) -> None:
-        """Tell the receiver what lies in a slot; it is the receiver's until `slot` returns it again."""
+        """Announce the content of a slot to the receiver. The receiver owns it until `slot` returns it again."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        rows = [[each.name, dtype_name(each.dtype), each.shape, each.offset] for each in tensors]
+        rows = [[view.name, dtype_name(view.dtype), view.shape, view.offset] for view in tensors]
         self._connected().send("bucket", {"slot": slot.number, "tensors": rows})
 
     def end(self) -> dict[str, str]:
-        """Say that all has been sent; what the receiver replies once it has taken everything in."""
+        """Signal that everything has been sent. Return the receiver's digests once it has loaded everything."""
         line = self._connected()
         line.send("end", {})
         while len(self._free) < NUM_SLOTS:
@@ -151,11 +151,11 @@ class IpcSender:
 
 
 class IpcReceiver:
-    """The rollout worker's side: listens as long as it lives, and takes one version per round of `buckets`."""
+    """The rollout worker's side: listens while it lives, and receives one version per call of `buckets`."""
 
     def __init__(self, path: Path, deadline_s: float = 120.0) -> None:
         self._path, self._deadline_s = path, deadline_s
-        path.unlink(missing_ok=True)  # of a worker that crashed
+        path.unlink(missing_ok=True)  # left by a crashed worker
         self._listener = socket.socket(socket.AF_UNIX)
         with _short_address(path) as address:
             self._listener.bind(address)
@@ -163,13 +163,13 @@ class IpcReceiver:
         self._line: _Channel | None = None
 
     def buckets(self) -> Iterator[Bucket]:
-        """Yield what the sender sends, until it says that this was all; then it waits for `reply`."""
+        """Yield the sender's buckets until its end signal. After that it waits for `reply`."""
         self._hang_up()
         self._line, (hello, descriptors) = self._meet()
         line = self._line
         if hello["protocol"] != _PROTOCOL:
-            self.reject(f"protocol {hello['protocol']} of the trainer is not the rollout worker's {_PROTOCOL}")
-            raise RolloutError(f"the trainer speaks protocol {hello['protocol']}, not {_PROTOCOL}")
+            self.reject(f"the trainer has protocol {hello['protocol']}, but the rollout worker has {_PROTOCOL}")
+            raise RolloutError(f"the trainer has protocol {hello['protocol']}, not {_PROTOCOL}")
         slots = [_map(handle, descriptors) for handle in hello["slots"]]
         line.send("welcome", {})
         while True:
@@ -177,22 +177,22 @@ class IpcReceiver:
             if frame["kind"] == "end":
                 return
             buffer = slots[frame["slot"]]
-            placed = [_placed(row, buffer) for row in frame["tensors"]]
-            yield Bucket(hello["version"], {each.name: each.view(buffer) for each in placed})
+            views = [_placed(row, buffer) for row in frame["tensors"]]
+            yield Bucket(hello["version"], {view.name: view.view(buffer) for view in views})
             if buffer.is_cuda:
                 torch.cuda.synchronize(buffer.device)
             line.send("done", {"slot": frame["slot"]})
 
     def reply(self, digests: dict[str, str]) -> None:
-        """Tell the sender what has been taken in; ends the round."""
-        assert self._line is not None, "nobody is connected: `reply` comes after `buckets`"
+        """Send the digests of the received tensors, and end the round."""
+        assert self._line is not None, "not connected: call `reply` after `buckets`"
         self._line.send("digests", {"digests": digests})
         self._hang_up()
 
     def reject(self, reason: str) -> None:
-        """Tell the sender why this version was not taken in; ends the round."""
+        """Send the reason for rejecting this version, and end the round."""
         if self._line is not None:
-            with contextlib.suppress(RolloutError):  # it may be the sender's death that is being refused
+            with contextlib.suppress(RolloutError):  # the reason may be the sender's death
                 self._line.send("refused", {"reason": reason})
         self._hang_up()
 
@@ -202,22 +202,22 @@ class IpcReceiver:
         self._path.unlink(missing_ok=True)
 
     def _meet(self) -> tuple[_Channel, tuple[dict[str, Any], list[int]]]:
-        """Return who says a trainer's hello, and that; whoever says something else, or nothing, is hung up on."""
-        until, other = time.monotonic() + self._deadline_s, ""
-        while (left := until - time.monotonic()) > 0:
-            self._listener.settimeout(left)
+        """Return the connection and hello of a trainer. Disconnect processes that send anything else, or nothing."""
+        deadline, note = time.monotonic() + self._deadline_s, ""
+        while (remaining := deadline - time.monotonic()) > 0:
+            self._listener.settimeout(remaining)
             connection = None
             try:
                 connection, _ = self._listener.accept()
                 line = _Channel(connection, "the trainer")
-                return line, line.receive("hello", min(_HELLO_S, left), NUM_SLOTS)
+                return line, line.receive("hello", min(_HELLO_S, remaining), NUM_SLOTS)
             except TimeoutError:
                 break
             except RolloutError as error:
-                other = f"; another process connected: {error.what}"
+                note = f"; another process connected: {error.what}"
                 if connection is not None:
                     connection.close()
-        raise RolloutError(f"no trainer sent weights within {self._deadline_s:g} s{other}", where=str(self._path))
+        raise RolloutError(f"no trainer sent weights within {self._deadline_s:g} s{note}", where=str(self._path))
 
     def _hang_up(self) -> None:
         if self._line is not None:
@@ -226,7 +226,7 @@ class IpcReceiver:
 
 
 class _Channel:
-    """A connection as frames: length, JSON; nothing waits for ever, and nobody else's process is listened to."""
+    """Length-prefixed JSON frames over a socket, with timeouts, from this user's processes only."""
 
     def __init__(self, connection: socket.socket, other: str) -> None:
         self._connection, self._other = connection, other
@@ -238,46 +238,46 @@ class _Channel:
 
     def send(self, kind: str, frame: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         body = json.dumps({"kind": kind, **frame}).encode()
-        assert len(body) <= _MAX_FRAME_BYTES, f"a frame of {len(body)} bytes: buckets hold fewer tensors"
+        assert len(body) <= _MAX_FRAME_BYTES, f"the frame has {len(body)} bytes: put fewer tensors into a bucket"
         try:
             socket.send_fds(self._connection, [_LENGTH.pack(len(body))], descriptors)
             self._connection.sendall(body)
         except OSError as error:
             self._explain_refusal()
-            raise RolloutError(f"{self._other} is gone: {error}") from error
+            raise RolloutError(f"{self._other} has disconnected: {error}") from error
 
     def receive(
         self, kind: str, deadline_s: float, num_descriptors: int = 0, or_kind: str = ""
     ) -> tuple[dict[str, Any], list[int]]:
-        until = time.monotonic() + deadline_s
+        deadline = time.monotonic() + deadline_s
         try:
             self._connection.settimeout(deadline_s)
             head, descriptors, _, _ = socket.recv_fds(
                 self._connection, _LENGTH.size, num_descriptors, socket.MSG_CMSG_CLOEXEC
             )
-            (length,) = _LENGTH.unpack(head + self._read(_LENGTH.size - len(head), until))
+            (length,) = _LENGTH.unpack(head + self._read(_LENGTH.size - len(head), deadline))
             if length > _MAX_FRAME_BYTES:
-                raise RolloutError(f"{self._other} announced a frame of {length} bytes")
-            frame: dict[str, Any] = json.loads(self._read(length, until))
+                raise RolloutError(f"{self._other} announced a frame of {length} bytes, more than {_MAX_FRAME_BYTES}")
+            frame: dict[str, Any] = json.loads(self._read(length, deadline))
             if not isinstance(frame, dict) or "kind" not in frame:
-                raise ValueError("a frame of no kind")
+                raise ValueError("the frame has no kind")
         except TimeoutError:
             raise RolloutError(f"{self._other} sent no `{kind}` within {deadline_s:g} s") from None
         except (OSError, ValueError) as error:
-            raise RolloutError(f"{self._other} is gone while `{kind}` was expected: {error}") from error
+            raise RolloutError(f"{self._other} disconnected before it sent `{kind}`: {error}") from error
         if frame["kind"] == "refused":
             raise RolloutError(f"{self._other} refused the weights: {frame['reason']}")
         if frame["kind"] not in (kind, or_kind):
-            raise RolloutError(f"{self._other} sent `{frame['kind']}` where `{kind}` was expected")
+            raise RolloutError(f"{self._other} sent `{frame['kind']}` instead of `{kind}`")
         return frame, descriptors
 
     def close(self) -> None:
         self._connection.close()
 
-    def _read(self, num_bytes: int, until: float) -> bytes:
+    def _read(self, num_bytes: int, deadline: float) -> bytes:
         parts = []
         while num_bytes:
-            self._connection.settimeout(max(until - time.monotonic(), 1e-3))
+            self._connection.settimeout(max(deadline - time.monotonic(), 1e-3))
             parts.append(self._connection.recv(min(num_bytes, 1 << 20)))
             if not parts[-1]:
                 raise ConnectionResetError("it closed the connection")
@@ -285,7 +285,7 @@ class _Channel:
         return b"".join(parts)
 
     def _explain_refusal(self) -> None:
-        """Raise what the other side said before it left, if it said anything."""
+        """Raise an error with the reason that the other side sent before it left, if any."""
         with contextlib.suppress(OSError, ValueError, struct.error):
             self._connection.settimeout(0.1)
             (length,) = _LENGTH.unpack(self._connection.recv(_LENGTH.size))
@@ -295,7 +295,7 @@ class _Channel:
 
 
 def _connect(path: Path, deadline_s: float) -> socket.socket:
-    until = time.monotonic() + deadline_s
+    deadline = time.monotonic() + deadline_s
     while True:
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(deadline_s)
@@ -305,29 +305,27 @@ def _connect(path: Path, deadline_s: float) -> socket.socket:
             return connection
         except OSError as error:
             connection.close()
-            if time.monotonic() > until:
-                what = f"no rollout worker listens after {deadline_s:g} s: {error}"
-                raise RolloutError(what, where=str(path)) from error
+            if time.monotonic() > deadline:
+                problem = f"no rollout worker listens after {deadline_s:g} s: {error}"
+                raise RolloutError(problem, where=str(path)) from error
         time.sleep(_RETRY_S)
 
 
 @contextlib.contextmanager
 def _short_address(path: Path) -> Iterator[str]:
-    """An address for a socket whose path is longer than the kernel takes: by way of its open directory."""
+    """Yield an address for a socket whose path is too long for the kernel, through its open directory."""
     directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         address = f"/proc/self/fd/{directory}/{path.name}"
         if len(os.fsencode(address)) > _MAX_PATH_BYTES:
-            raise RolloutError(
-                f"the name has too many bytes for a socket: {len(os.fsencode(path.name))}", where=str(path)
-            )
+            raise RolloutError(f"the socket's name is too long: {len(os.fsencode(path.name))} bytes", where=str(path))
         yield address
     finally:
         os.close(directory)
 
 
 def _share(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any], int | None]:
-    """Return a new buffer, how another process finds it, and on a CPU the descriptor that goes with it."""
+    """Return a new buffer, the handle for another process, and on a CPU the file descriptor to send with it."""
     if device.type == "cuda":
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         parts = buffer.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
@@ -335,7 +333,7 @@ def _share(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]
         return buffer, {"cuda": handle, "uuid": _uuid(device)}, None
     descriptor = os.memfd_create("mrl-handover", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
-    # A buffer that cannot shrink is one that nobody crashes on.
+    # A buffer that cannot shrink cannot crash its readers.
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return _mapped(descriptor, num_bytes), {"bytes": num_bytes}, descriptor
 
@@ -344,7 +342,9 @@ def _map(handle: dict[str, Any], descriptors: list[int]) -> Tensor:
     if "cuda" in handle:
         device = torch.device("cuda", torch.cuda.current_device())
         if handle["uuid"] != _uuid(device):
-            raise RolloutError(f"the trainer's buffer is on device {handle['uuid']}, the worker on {_uuid(device)}")
+            raise RolloutError(
+                f"the trainer's buffer is on device {handle['uuid']}, but the worker is on {_uuid(device)}"
+            )
         parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in handle["cuda"]]
         storage = torch.UntypedStorage._new_shared_cuda(device.index, *parts)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
@@ -364,11 +364,11 @@ def _uuid(device: torch.device) -> str:
 
 
 def _placed(row: list[Any], buffer: Tensor) -> TensorView:
-    """Return the tensor that a row of a bucket frame describes; refuse one that does not lie in the buffer."""
+    """Return the tensor that a row of a bucket frame describes. Raise an error if it is not inside the buffer."""
     name, dtype, shape, offset = row
     if dtype not in _DTYPES:
-        raise RolloutError(f"{name} has dtype {dtype}; known: {', '.join(_DTYPES)}")
-    placed = TensorView(name, torch_dtype(dtype), tuple(shape), offset)
-    if offset < 0 or offset % ALIGNMENT_BYTES or min(shape) < 0 or offset + placed.num_bytes > buffer.numel():
-        raise RolloutError(f"{name} {shape} at byte {offset} does not lie in a buffer of {buffer.numel()} bytes")
-    return placed
+        raise RolloutError(f"{name} has dtype {dtype}; supported: {', '.join(_DTYPES)}")
+    view = TensorView(name, torch_dtype(dtype), tuple(shape), offset)
+    if offset < 0 or offset % ALIGNMENT_BYTES or min(shape) < 0 or offset + view.num_bytes > buffer.numel():
+        raise RolloutError(f"{name} {shape} at byte {offset} is not inside the buffer of {buffer.numel()} bytes")
+    return view

@@ -1,7 +1,7 @@
-"""Who holds which slice of the weights, who needs it, and from whom it comes: arithmetic without a tensor.
+"""Plan of a weight update: which rank holds which slice, who needs it, and who sends it. No tensors are needed.
 
-Each rank plans its own part alone. That is quick however large the world is, because layers of a kind are alike: what
-overlaps what is found once a kind, and a layer adds only its name and the ranks of its stage.
+Each rank plans its part alone. This is fast for any number of ranks, because layers of a kind are alike: intersections
+are computed once per kind, and a layer only adds its name and the ranks of its stage.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner, 
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """The engines, and the ranks on their devices: trainer ranks, or receivers, whose numbers come after theirs."""
+    """The engines, and the ranks on their devices: trainer ranks, or receivers, numbered after the trainer ranks."""
 
     sizes: EngineSizes
     hosts: tuple[int, ...]
-    """The rank on the device of each worker; worker `replica * tp + rank` is that rank of that engine."""
+    """Rank on the device of each worker. Worker `replica * tp + rank` is that rank of that engine."""
     nodes: tuple[int, ...]
-    """The node of each rank, receivers included."""
+    """Node of each rank, receivers included."""
 
     def check(self, spec: ModelSpec, num_trainers: int) -> None:
-        """Refuse engines that the model or the devices do not fit."""
+        """Raise an error if the engines do not fit the model or the devices."""
         self.sizes.check(spec)
         num_ranks = len(self.nodes)
         if num_ranks < num_trainers:
             raise PlacementError(f"{num_ranks} ranks have a node, but there are {num_trainers} trainer ranks")
         if len(self.hosts) % self.sizes.tp:
-            raise PlacementError(f"{len(self.hosts)} workers are no whole number of engines of tp {self.sizes.tp}")
+            raise PlacementError(f"{len(self.hosts)} workers are not divisible into engines of tp {self.sizes.tp}")
         if len({*self.hosts}) < len(self.hosts) or not {*self.hosts} <= {*range(num_ranks)}:
             raise PlacementError(
-                f"workers on the devices of ranks {list(self.hosts)}: each needs one of {num_ranks} for itself"
+                f"workers are on the devices of ranks {list(self.hosts)}: each needs its own of the {num_ranks} ranks"
             )
 
 
 class ParameterSite(NamedTuple):
-    """Where a group's parameters stand: a stage, its chunk, and the beginning of their names there."""
+    """Place of a group's parameters: a stage, its chunk, and the prefix of their names."""
 
     stage: int
     chunk: int
@@ -59,19 +59,19 @@ class ParameterSite(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A region of one layer's tensor on its way: out of local parameters, into a tensor of a bucket."""
+    """Transfer of a region of one layer's tensor, from local parameters to a tensor of a bucket."""
 
     site: ParameterSite
     tensor: int
-    """Its number in the bucket."""
+    """Number of the tensor in the bucket."""
     region: ShardRegion
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Neighboring tensors with one site: a layer, the embedding, or what follows the layers.
+    """Neighboring tensors with the same site: a layer, the embedding, or the parameters after the layers.
 
-    Tied embeddings have two sites, the first and the last stage: each may be nearer to somebody.
+    Tied embeddings have two sites, the first and the last stage, so that workers can use the nearer one.
     """
 
     kind: Kind
@@ -80,31 +80,31 @@ class LayerGroup:
 
 
 class PlannedTensor(NamedTuple):
-    """A fused tensor of a worker, and where it begins in its bucket."""
+    """A fused tensor of a worker, and its offset in its bucket."""
 
     name: str
     fused: Fused
-    """Of the example of its kind of layer: shape and padding are the same in every layer."""
+    """Tensor of the example of its kind of layer: shape and padding are the same in every layer."""
     offset: int
     group: int
     number: int
-    """Among the tensors of its group."""
+    """Number among the tensors of its group."""
 
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Tensors of the hosted worker that are handed over together, and what the rank sends for others' at that time."""
+    """Tensors that this rank hands to its worker together, and the slices that it sends to others meanwhile."""
 
     tensors: tuple[PlannedTensor, ...]
     incoming: dict[int, list[Transfer]]
-    """By the rank that they come from, which may be this one."""
+    """Transfers by source rank, which may be this rank."""
     outgoing: dict[int, list[Transfer]]
-    """By the rank that they go to, which is another."""
+    """Transfers by destination rank, never this rank."""
 
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """How tensors share a bucket; one that is larger than a slot has a bucket for itself."""
+    """Packing rules of buckets. A tensor that is larger than a slot gets its own bucket."""
 
     slot_bytes: int
     itemsize: int
@@ -113,18 +113,18 @@ class BucketSizes:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All that one rank does."""
+    """Everything that one rank does."""
 
     rank: int
     num_ranks: int
     worker: int | None
     """The worker on this rank's device."""
     worker_of: dict[int, int]
-    """The worker on each rank's device, where there is one."""
+    """The worker on each rank's device, if any."""
     buckets: tuple[PlannedBucket, ...]
 
     def num_received(self) -> int:
-        """Return how many elements come from other ranks."""
+        """Return the number of elements that come from other ranks."""
         return sum(
             transfer.region.num_elements
             for bucket in self.buckets
@@ -135,7 +135,7 @@ class RankPlan:
 
 
 class ReshardPlanner:
-    """Plans for any rank of a training layout and the engines beside it."""
+    """Plans the transfers of any rank of a training layout and its engines."""
 
     def __init__(self, spec: ModelSpec, layout: ParallelConfig, mesh: Mesh, rollout: RolloutLayout) -> None:
         check_layout(layout, spec)
@@ -149,49 +149,52 @@ class ReshardPlanner:
 
     def plan(self, rank: int, sizes: BucketSizes) -> RankPlan:
         """Return what `rank` sends, receives and keeps."""
-        own, worker = self._stage(rank), self._worker_of.get(rank)
-        tensors = self._buckets(own, sizes, 0 if worker is None else worker % self.rollout.sizes.tp)
-        others = {*map(self._stage, self.rollout.hosts)} - {own}
-        buckets = {own: tensors} | {stage: self._buckets(stage, sizes) for stage in others}
+        own_stage, worker = self._stage(rank), self._worker_of.get(rank)
+        tensors = self._buckets(own_stage, sizes, 0 if worker is None else worker % self.rollout.sizes.tp)
+        other_stages = {*map(self._stage, self.rollout.hosts)} - {own_stage}
+        buckets = {own_stage: tensors} | {stage: self._buckets(stage, sizes) for stage in other_stages}
         num_buckets = max(map(len, buckets.values()))
         incoming: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
         outgoing: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
         places = {stage: _places(cut) for stage, cut in buckets.items()}
         if worker is not None:
-            for bucket, source, transfer in self._transfers(worker, None, places[own]):
+            for bucket, source, transfer in self._transfers(worker, None, places[own_stage]):
                 incoming[bucket][source].append(transfer)
         for other, host in enumerate(self.rollout.hosts if rank < self.mesh.world_size else ()):
             for bucket, _, transfer in self._transfers(other, rank, places[self._stage(host)]) if host != rank else ():
                 outgoing[bucket][host].append(transfer)
         planned = tuple(
-            PlannedBucket(tuple(placed), dict(into), dict(out))
-            for placed, into, out in zip_longest([] if worker is None else tensors, incoming, outgoing, fillvalue=())
+            PlannedBucket(tuple(placed), dict(received), dict(sent))
+            for placed, received, sent in zip_longest(
+                [] if worker is None else tensors, incoming, outgoing, fillvalue=()
+            )
         )
         return RankPlan(rank, len(self.rollout.nodes), worker, self._worker_of, planned)
 
     def largest_tensor(self) -> int:
-        """Return how many elements the largest fused tensor has: no bucket can be smaller."""
+        """Return the number of elements of the largest fused tensor, the lower limit of a bucket's size."""
         shapes = [
             fused.shape for kind in {group.kind for group in self.groups} for fused, _ in self._regions(kind, 0, None)
         ]
         return max(map(math.prod, shapes))
 
     def least_received(self, rank: int) -> int:
-        """Elements that the worker on this rank's device needs and the rank does not hold: nobody can move fewer.
+        """Return how many elements the worker on this rank's device needs and the rank does not hold: the minimum
+        traffic.
 
-        Found from the tables of the two sides, not from the plan.
+        It is computed from the two sides' tables, not from the plan.
         """
         if (worker := self._worker_of.get(rank)) is None:
             return 0
-        held: dict[str, list[Region]] = defaultdict(list)
+        boxes: dict[str, list[Region]] = defaultdict(list)
         for shard in self._held(rank):
             for piece in shard.pieces:
-                held[piece.hf].append(piece.source)
+                boxes[piece.hf].append(piece.source)
         count = 0
         for fused in rollout_tensors(self.spec, self.rollout.sizes, worker % self.rollout.sizes.tp):
             for piece in fused.pieces:
                 count += num_elements(piece.source)
-                overlaps = {intersection(piece.source, box) for box in held[piece.hf]}
+                overlaps = {intersection(piece.source, box) for box in boxes[piece.hf]}
                 count -= sum(num_elements(box) for box in overlaps if box)
         return count
 
@@ -218,10 +221,11 @@ class ReshardPlanner:
         return [*groups, LayerGroup("head", 0, (last,))]
 
     def _buckets(self, stage: int, sizes: BucketSizes, tp_rank: int = 0) -> list[list[PlannedTensor]]:
-        """The buckets of the workers on a stage's devices: what the stage itself holds, then the next stage, and so on.
+        """Return the buckets of the workers on a stage's devices: first the stage's own tensors, then the next stage's,
+        and so on.
 
-        So at any time each stage serves another part of the workers. In one order for all, everybody would wait for the
-        first stage, then for the second.
+        At any time each stage serves different workers. In a common order, all workers would wait for the first stage,
+        then for the second.
         """
         buckets: list[list[PlannedTensor]] = [[]]
         end = 0
@@ -240,7 +244,7 @@ class ReshardPlanner:
         return buckets
 
     def _stage(self, rank: int) -> int:
-        """Return the stage that a rank holds, or, for a receiver, the one that it begins with."""
+        """Return the stage that a rank holds or, for a receiver, the stage that it begins with."""
         return rank // self._ranks_per_stage % self.mesh.pp
 
     # --- transfers --------------------------------------------------------------------------------------------
@@ -248,12 +252,12 @@ class ReshardPlanner:
     def _transfers(
         self, worker: int, sender: int | None, places: dict[tuple[int, int], tuple[int, int]]
     ) -> Iterator[tuple[int, int, Transfer]]:
-        """Yield what a worker needs, or what of it one rank sends: bucket, source, and the transfer.
+        """Yield a worker's transfers, or only those from one sender: bucket, source, and transfer.
 
-        Receiver and sender come to the same order, so a message needs no table of contents.
+        Receiver and sender compute the same order, so a message needs no table of contents.
         """
-        # Four ranks of tp 2 with an engine of tp 1 on each device: to worker 0, beside rank 0, a layer's qkv comes in
-        # two regions. That of tp 0 is rank 0's own; that of tp 1 is held by ranks 1 and 3, which take turns by layer.
+        # Four ranks of tp 2 with an engine of tp 1 on each device: worker 0, on rank 0's device, gets a layer's qkv in
+        # two regions. The region of tp 0 is rank 0's own; ranks 1 and 3 have that of tp 1, and take turns by layer.
         tp_rank, host = worker % self.rollout.sizes.tp, self.rollout.hosts[worker]
         stage = None if sender is None else self._stage(sender)
         owners = None if sender is None else self._owners(sender)
@@ -275,7 +279,7 @@ class ReshardPlanner:
         return frozenset({ShardOwner(False, 0, None), ShardOwner(False, 0, at.tp), ShardOwner(True, at.ep, at.etp)})
 
     def _find_sources(self, owner: ShardOwner, stages: tuple[int, ...], host: int) -> tuple[int, ...]:
-        """The ranks from which `host` may take that region: itself, else those on its node, else any with a copy."""
+        """Return the ranks that can send the region to `host`: itself, else ranks on its node, else all with a copy."""
         copies = [rank for stage in stages for rank in self._copies(owner, stage)]
         if host in copies:
             return (host,)
@@ -292,7 +296,7 @@ class ReshardPlanner:
 
 
 def _places(buckets: list[list[PlannedTensor]]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Bucket and number in it of each tensor, by its group and number there."""
+    """Return bucket and position of each tensor, by its group and number."""
     return {
         (tensor.group, tensor.number): (bucket, position)
         for bucket, tensors in enumerate(buckets)
@@ -301,7 +305,7 @@ def _places(buckets: list[list[PlannedTensor]]) -> dict[tuple[int, int], tuple[i
 
 
 def _name(fused: Fused, group: LayerGroup) -> str:
-    """Return what a tensor of the example of a kind is called in another group."""
+    """Return the name of an example layer's tensor in another group."""
     if group.kind in ("embedding", "head"):
         return fused.name
     return f"model.layers.{group.layer}.{fused.name.split('.', 3)[3]}"

@@ -1,7 +1,7 @@
-"""Carries out a plan: weights from Megatron's shards into the rollout workers on the same devices, and checks them.
+"""Execution of a plan: move weights from Megatron's shards to the rollout workers on the same devices, and check them.
 
-Every rank fills one bucket after another with the fused tensors of the worker on its device: from its own parameters,
-and from messages. A full bucket is the worker's to read while the next is filled. No full tensor stands anywhere.
+Every rank fills buckets with the fused tensors of the worker on its device, from its own parameters and from messages.
+The worker reads a full bucket while the next one is filled. No full tensor is ever assembled.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ from mrl.weight_sync.planner import BucketSizes, PlannedBucket, ReshardPlanner, 
 T = TypeVar("T")
 
 _SLOT_SHARE = 0.75
-"""Of the memory for two buckets; the rest is for messages, which are sent from two buffers and received in two."""
+"""Share of the memory for two buckets. The rest is for messages: two send buffers and two receive buffers."""
 _MESSAGE_SHARE = (1 - _SLOT_SHARE) / 2
 _MAX_NAMED = 8
 
 
 @dataclass(frozen=True)
 class WeightSyncSpec:
-    """What every rank that takes part is told: where the engines are, how weights travel, and where ranks meet."""
+    """Parameters of a transfer that all participating ranks share: engines, number formats, limits and rendezvous."""
 
     layout: RolloutLayout
     sockets: tuple[Path, ...]
-    """Where each worker of the engines listens."""
+    """Socket of each engine worker."""
     dtype: str
-    """Of the engines' parameters."""
+    """Dtype of the engines' parameters."""
     trained_dtype: str
-    """Of the trainer's."""
+    """Dtype of the trainer's parameters."""
     bucket_bytes: int = 256 << 20
-    """Twice this is the extra memory on a device, or what two of the largest tensor need."""
+    """Twice this size, or twice the largest tensor if that is larger, is the extra memory per device."""
     worker_timeout_s: float = 120.0
-    """How long a worker of an engine may take over a bucket."""
+    """Longest time that an engine worker may take for a bucket."""
     timeout_s: float = 120.0
-    """How long a rank waits for others."""
+    """Longest time that a rank waits for other ranks."""
     rendezvous: Rendezvous | None = None
-    """Where trainer ranks and receivers meet; None where the engines are on the trainer's devices."""
+    """Meeting point of trainer ranks and receivers; None if the engines are on the trainer's devices."""
 
     def transport(self, rank: int, device: torch.device) -> P2PTransport:
-        """Join the others."""
+        """Join the other ranks."""
         if self.rendezvous is None:
             return WorldTransport(device)
         size = len(self.layout.nodes)
@@ -69,7 +69,7 @@ class WeightSyncSpec:
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What one rank moved for one version, as counted where it passed."""
+    """Counts of one rank for one version, measured during the transfer."""
 
     version: int
     worker: int | None
@@ -77,27 +77,27 @@ class ReshardReport:
     bytes_sent: int
     bytes_received: int
     least_bytes: int
-    """What this rank had to receive in any case: its worker needs it, and it does not hold it."""
+    """Smallest possible number of received bytes: the worker needs them, and this rank does not hold them."""
     num_transfers: int
-    """Messages sent."""
+    """Number of messages sent."""
     num_buckets: int
     extra_bytes: int
-    """Memory that was held for the transfer beside parameters."""
+    """Memory used for the transfer in addition to the parameters."""
     seconds: float
     failure: str
-    """Why the worker did not take the weights, if so; the other workers have got theirs."""
+    """Reason why the worker did not get the weights, if so. Other workers have got them."""
 
 
 class Resharder:
-    """Plans once, then sends each version; it is made on all ranks at once, and `send` is called so."""
+    """Sends each version by a plan computed once. Create it, and call `send`, on all ranks together."""
 
     def __init__(self, planner: ReshardPlanner, transport: P2PTransport, held: Held, spec: WeightSyncSpec) -> None:
         self.planner, self._held, self._spec, self._transport = planner, held, spec, transport
         self._dtype, trained_dtype = torch_dtype(spec.dtype), torch_dtype(spec.trained_dtype)
-        if strange := {tensor.dtype for tensor in held.values()} - {trained_dtype}:
-            names = ", ".join(sorted(map(str, strange)))
-            raise EngineError(f"the trainer's parameters are to be {trained_dtype}, and some are {names}")
-        # Rounding commutes with moving, so the narrower of the two dtypes travels.
+        if wrong_dtypes := {tensor.dtype for tensor in held.values()} - {trained_dtype}:
+            names = ", ".join(sorted(map(str, wrong_dtypes)))
+            raise EngineError(f"the trainer's parameters should be {trained_dtype}, but some are {names}")
+        # Rounding and moving commute, so the narrower of the two dtypes is sent.
         self._travels_as = min(self._dtype, trained_dtype, key=lambda dtype: dtype.itemsize)
         largest = planner.largest_tensor() * self._dtype.itemsize
         self._slot_bytes = max(int(spec.bucket_bytes * _SLOT_SHARE), largest)
@@ -108,15 +108,15 @@ class Resharder:
         self._least_bytes = least * self._travels_as.itemsize
         self._limit = int(self._slot_bytes * _MESSAGE_SHARE / _SLOT_SHARE) // self._travels_as.itemsize
         self._steps = [message_schedule(self.plan, bucket, self._limit) for bucket in self.plan.buckets]
-        # NCCL connects a group in its first call, for which it needs every rank; a step concerns a few.
+        # NCCL connects a group in its first call, which needs every rank. A step involves only a few.
         transport.barrier()
 
     @torch.no_grad()
     def send(self, version: int, workers: Collection[int] | None = None) -> ReshardReport:
-        """Bring all workers, or those named, to this version; all ranks name the same.
+        """Bring all workers, or the given ones, to this version. All ranks must name the same workers.
 
-        Weights that arrive otherwise than they were sent are an error. A worker that is gone is not: it is reported,
-        so that no trainer rank has to be stopped for a worker that will be replaced.
+        Raise an error if a worker's weights differ from the weights sent. If a worker has died, report it instead: it
+        will be replaced, and the trainer ranks can continue.
         """
         began = time.perf_counter()
         plan = self.plan
@@ -146,14 +146,14 @@ class Resharder:
         )
 
     def _delivery(self, version: int) -> EngineTransfer:
-        assert self.plan.worker is not None, "a rank without a worker takes nothing"
+        assert self.plan.worker is not None, "a rank without a worker receives nothing"
         path, device = self._spec.sockets[self.plan.worker], self._transport.device
         sender = IpcSender(path, self._slot_bytes, device, self._spec.worker_timeout_s)
         return EngineTransfer(sender, version, self._dtype)
 
 
 class EngineTransfer:
-    """One version on its way to one worker. A worker that fails is let go, and why is kept."""
+    """Transfer of one weight version to one worker. If the worker fails, stop and keep the reason."""
 
     def __init__(self, sender: IpcSender, version: int, dtype: torch.dtype) -> None:
         self._sender, self._version, self._dtype = sender, version, dtype
@@ -163,44 +163,44 @@ class EngineTransfer:
         self._try(lambda: sender.begin(version))
 
     def open(self, bucket: PlannedBucket) -> list[Tensor] | None:
-        """The tensors of a bucket as matrices to be filled, their padding in place; None where there is no need."""
+        """Return the tensors of a bucket as matrices to fill, with their padding set; None if they are not needed."""
         slot = self._try(self._sender.slot) if bucket.tensors else None
         if slot is None:
             return None
-        placed = [TensorView(each.name, self._dtype, each.fused.shape, each.offset) for each in bucket.tensors]
-        views = [each.view(slot.buffer) for each in placed]
-        self._open = slot, placed, views
+        layout = [TensorView(tensor.name, self._dtype, tensor.fused.shape, tensor.offset) for tensor in bucket.tensors]
+        views = [tensor.view(slot.buffer) for tensor in layout]
+        self._open = slot, layout, views
         matrices = [view.view(-1, view.shape[-1]) if view.ndim > 2 else view for view in views]
-        for matrix, each in zip(matrices, bucket.tensors, strict=True):
-            for box in each.fused.padding:
+        for matrix, tensor in zip(matrices, bucket.tensors, strict=True):
+            for box in tensor.fused.padding:
                 matrix[slices(box)] = 0
         return matrices
 
     def publish(self) -> None:
-        """The bucket is filled: the worker may read it."""
-        assert self._open is not None, "a bucket is handed over after it was opened"
-        slot, placed, views = self._open
-        for each, view in zip(placed, views, strict=True):
-            self._digests.add(each.name, view)
-        self._try(lambda: self._sender.send(slot, placed))
+        """Hand the filled bucket to the worker."""
+        assert self._open is not None, "a bucket must be opened before it is published"
+        slot, layout, views = self._open
+        for tensor, view in zip(layout, views, strict=True):
+            self._digests.add(tensor.name, view)
+        self._try(lambda: self._sender.send(slot, layout))
 
     def end(self) -> None:
-        """Wait for the worker to have taken everything in, and compare what it holds with what was sent."""
-        held = self._try(self._sender.end)
+        """Wait until the worker has loaded everything, and compare its digests with those of the sent weights."""
+        received = self._try(self._sender.end)
         self._sender.close()
         sent = self._digests.read()
-        if held is None or held == sent:
+        if received is None or received == sent:
             return
-        both = sent.keys() & held.keys()
-        found = {
-            "differ": [name for name in sent if name in both and held[name] != sent[name]],
-            "are missing": [name for name in sent if name not in both],
-            "were not sent": [name for name in held if name not in both],
+        common = sent.keys() & received.keys()
+        differences = {
+            "differ": [name for name in sent if name in common and received[name] != sent[name]],
+            "are missing": [name for name in sent if name not in common],
+            "were not sent": [name for name in received if name not in common],
         }
-        what = "; ".join(f"{len(names)} {how}: {_few(names)}" for how, names in found.items() if names)
+        summary = "; ".join(f"{len(names)} {problem}: {_few(names)}" for problem, names in differences.items() if names)
         raise RolloutError(
-            f"{self._sender.receiver} does not hold version {self._version} as it was sent: {what}",
-            fix="a fault of the hand-over or of the worker, not of the configuration: what it samples is worth nothing",
+            f"{self._sender.receiver} does not hold version {self._version} as it was sent: {summary}",
+            fix="this is a bug in the transfer or in the worker, not in the configuration; discard its samples",
         )
 
     def _try(self, action: Callable[[], T]) -> T | None:
@@ -215,5 +215,5 @@ class EngineTransfer:
 
 
 def _few(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + rest
+    suffix = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(f"`{name}`" for name in names[:_MAX_NAMED]) + suffix

@@ -1,4 +1,4 @@
-"""The entry point `vllm.general_plugins`: every process of vLLM loads it, and so knows how weights arrive."""
+"""Entry point `vllm.general_plugins`: every vLLM process loads it and registers mrl's weight transfer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import contextlib
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 TRANSFER_BACKEND = "mrl"
-"""The name of this transfer engine in vLLM's factory and configuration."""
+"""Name of this transfer engine in vLLM's factory and configuration."""
 
 
 def register() -> None:
-    """Make the receiver known to vLLM, without loading it: vLLM may ask for that before it is ready for it."""
-    with contextlib.suppress(ValueError):  # known already: a process may load its plugins twice
+    """Register the receiver with vLLM, without importing it: vLLM may call this before the import is possible."""
+    with contextlib.suppress(ValueError):  # already registered: a process may load its plugins twice
         WeightTransferEngineFactory.register_engine(
             TRANSFER_BACKEND, f"{__package__}.vllm_receiver", "IpcTransferEngine"
         )

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: takes the weights that a trainer rank of the same device hands over."""
+"""Receiving side in vLLM's workers: takes weights from the trainer rank on the same device."""
 
 from __future__ import annotations
 
@@ -22,27 +22,29 @@ from mrl.weight_sync.vllm_parameters import ParameterWriter, full_tensor_reason,
 
 
 class WorkerExtension:
-    """Methods that vLLM's workers get beside their own."""
+    """Additional methods of vLLM's workers."""
 
     def full_tensor_reason(self) -> str:
-        """Return why this worker's model cannot be written directly; empty where it can."""
+        """Return why this worker's model cannot be written directly; empty if it can."""
         return full_tensor_reason(self.model_runner.model)  # type: ignore[attr-defined]
 
     def last_update_error(self) -> str:
-        """Return why this worker did not take the last version; empty where it did."""
+        """Return why this worker rejected the last version; empty if it accepted it."""
         receiver: IpcTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         return receiver.refused_because
 
     def free_memory(self, part: str) -> tuple[int, int, int]:
-        """Of this worker's device: free bytes, all, and those that vLLM's allocator takes from the driver to wake."""
-        torch.cuda.empty_cache()  # as vLLM does before it wakes
-        asleep = [each for each in CuMemAllocator.get_instance().pointer_to_data.values() if each.is_asleep]
-        return *torch.cuda.mem_get_info(), sum(each.handle[1] for each in asleep if each.tag == part)
+        """Return bytes of this worker's device: free, total, and required by vLLM's allocator to wake this part."""
+        torch.cuda.empty_cache()  # vLLM does the same before it wakes
+        asleep = [
+            allocation for allocation in CuMemAllocator.get_instance().pointer_to_data.values() if allocation.is_asleep
+        ]
+        return *torch.cuda.mem_get_info(), sum(allocation.handle[1] for allocation in asleep if allocation.tag == part)
 
 
 @dataclass
 class ReceiverInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the workers of a replica listen."""
+    """Sockets of a replica's workers."""
 
     sockets: str
     replica: str
@@ -50,14 +52,14 @@ class ReceiverInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which version is to come, and in which form."""
+    """Version that is sent next, and its form."""
 
     version: int
     full: bool
 
 
 class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type: ignore[misc]
-    """Listens as long as the worker lives; what it was sent it checks, writes, and answers with digests."""
+    """Listens while the worker lives. Checks and writes incoming weights, and answers with their digests."""
 
     init_info_cls = ReceiverInfo
     update_info_cls = UpdateInfo
@@ -69,12 +71,12 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
         self._ipc = IpcReceiver(path)
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing: no preparation is needed."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Take in one version, or tell the trainer why not.
+        """Receive one version, or send the trainer the reason for rejecting it.
 
-        Nothing is raised: where one of several workers raises, vLLM no longer listens to the others.
+        It never raises an error: if one of several workers raises one, vLLM stops listening to the others.
         """
         self.refused_because = ""
         try:
@@ -91,7 +93,7 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
             self._ipc.reject(self.refused_because)
 
     def finish_weight_update(self) -> None:
-        """Nothing to finish: modules are packed as soon as all of theirs has arrived."""
+        """Do nothing: each module is packed as soon as all of its tensors have arrived."""
 
     def shutdown(self) -> None:
         self._ipc.close()
@@ -99,5 +101,5 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
     def _tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
         for bucket in self._ipc.buckets():
             if bucket.version != version:
-                raise RolloutError(f"the trainer sends version {bucket.version}, but version {version} was asked for")
+                raise RolloutError(f"the trainer sends version {bucket.version} instead of version {version}")
             yield from bucket.tensors.items()

@@ -1,4 +1,4 @@
-"""`ActorRolloutRefWorker`: a rank of the policy, which it scores, trains and sends; it keeps a frozen copy as well."""
+"""`ActorRolloutRefWorker`: a rank of the policy, which it scores, trains and sends; it also keeps a frozen copy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register_call(step_calls.LOG_PROB)
     def compute_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Compute log-probs by the policy as it is now, and how far the engine's own were from them."""
+        """Compute log-probs with the current policy, and their differences from the engines' log-probs."""
         log_probs_T = self._log_probs(batch, sizes)
         answer = response_column(batch, "old_log_probs", log_probs_T)
         if answer is not None and log_probs_T is not None and "rollout_log_probs" in batch.columns():
@@ -71,19 +71,19 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register_call(step_calls.REF_LOG_PROB)
     def compute_ref_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Compute log-probs of the responses by the policy as it was before training."""
+        """Compute log-probs of the responses with the policy before training."""
         with self.engine.memory.weights_of(self.reference):
             return response_column(batch, "ref_log_probs", self._log_probs(batch, sizes))
 
     @register_call(step_calls.ACTOR_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
-        """Compute advantages where there is no critic."""
-        found = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards, self.max_over_shards)
-        return found.select("advantages")
+        """Compute advantages, for algorithms without a critic."""
+        columns = shard_advantages(batch, whole, self._algorithm, self.sum_over_shards, self.max_over_shards)
+        return columns.select("advantages")
 
     @register_call(step_calls.UPDATE_ACTOR)
     def update_actor(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """Make one optimizer step on these rows, all of one update. Without old log-probs the policy's own count."""
+        """Make one optimizer step on these rows. Without old log-probs, the policy's own are used."""
         names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", *step_calls.TEACHER_COLUMNS)
         columns = optional_values(batch, *names)
         rows = token_rows(batch, columns)
@@ -96,7 +96,7 @@ class ActorRolloutRefWorker(ModelWorker):
         return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
 
     def _divergence(self) -> DivergenceRequest | None:
-        """Return what of a divergence is asked for. The teacher's matrix is on the device for as long as it is used."""
+        """Return the divergence to compute, if any. The teacher's matrix is on the device only while it is used."""
         distillation, teacher_VH = self._algorithm.distillation, None
         if distillation is None or distillation.form not in ("top_k", "full"):
             return None
@@ -106,7 +106,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @cached_property
     def _teacher_matrix(self) -> Tensor:
-        assert self.setup.teacher is not None, "a policy that learns over the full vocabulary has a teacher"
+        assert self.setup.teacher is not None, "learning over the full vocabulary needs a teacher"
         path, groups = str(node_copy(self.setup.teacher)), self.engine.groups
         vocab, tp = self.engine.request.spec.vocab, groups.parallel.tp
         matrix = output_rows(HfReader(path), read_spec(path), vocab, groups.at.tp, tp)
@@ -114,7 +114,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def prepare_sending(self, route: WeightSyncSpec) -> None:
-        """Plan how this rank's weights get into the engines."""
+        """Plan the transfer of this rank's weights to the engines."""
         groups, spec = self.engine.groups, self.engine.request.spec
         shards = held_tensors(self.engine.models, spec, "lm", groups)
         held = {(shard.chunk, shard.name): tensor for shard, tensor in shards}
@@ -124,7 +124,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
-        """Send the present weights to these workers of the engines, and see that they arrived."""
+        """Send the current weights to these engine workers, and verify that they arrived."""
         self.engine.memory.need("parameters")
         return self._resharder.send(version, workers)
 
@@ -135,7 +135,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
 def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput) -> LossOutput:
     columns, log_probs_T = batch.columns, batch.scores.log_probs_T
-    assert log_probs_T is not None, "a policy gives log-probs"
+    assert log_probs_T is not None, "a policy returns log-probs"
     rows, mask_T = rows_of(batch, log_probs_T.device), columns["response_mask"]
     old_T = columns.get("old_log_probs", log_probs_T.detach())
     weights_T = None
@@ -156,15 +156,15 @@ def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput)
 
 
 def _means(batch: LossInput, norm: LossNormalizer, distillation: DistillationConfig | None) -> dict[str, Tensor]:
-    """Return means over the update's tokens of what the loss itself does not report."""
+    """Return means over the update's tokens of values that the loss does not report."""
     mask_T, log_probs_T, entropy_T = batch.columns["response_mask"], batch.scores.log_probs_T, batch.scores.entropy_T
-    assert log_probs_T is not None, "a policy gives log-probs"
+    assert log_probs_T is not None, "a policy returns log-probs"
     means_T = {} if entropy_T is None else {"entropy_mean": entropy_T.detach()}
     if "rollout_log_probs" in batch.columns:
         means_T["rollout_diff"] = (log_probs_T.detach() - batch.columns["rollout_log_probs"]).abs()
     if distillation is not None:
-        apart_T = log_probs_T.detach() - batch.columns["teacher_log_probs"]
-        means_T |= {"teacher_kl": apart_T, "taught_abs": distillation.coef * apart_T.abs()}
+        difference_T = log_probs_T.detach() - batch.columns["teacher_log_probs"]
+        means_T |= {"teacher_kl": difference_T, "taught_abs": distillation.coef * difference_T.abs()}
         means_T["advantages_abs"] = batch.columns["advantages"].abs()
     if batch.scores.teacher_mass_T is not None:
         means_T["teacher_mass"] = batch.scores.teacher_mass_T

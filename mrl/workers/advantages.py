@@ -1,5 +1,4 @@
-"""Advantages of a shard: rewards on tokens, the KL penalty, the estimator, which may look at the whole batch, and what
-figures there are of all of these."""
+"""Advantages of a shard: token rewards, KL penalty, the estimator (which may use the whole batch), and metrics."""
 
 from __future__ import annotations
 
@@ -29,8 +28,10 @@ from mrl.workers.model_worker import optional_values, response_mask
 def shard_advantages(
     batch: DataProto, whole: WholeBatch, config: AlgorithmConfig, sum_over_shards: Reduce, max_over_shards: Reduce
 ) -> DataProto:
-    """Return the shard's advantages, and the returns where the estimator has some; beside them figures of all shards,
-    the mean KL to the reference among them (0 where it is not charged)."""
+    """Return the shard's advantages, and the returns if the estimator has any.
+
+    The metrics cover all shards, including the mean KL to the reference (0 without a penalty).
+    """
     rows, mask_T = Rows.of(torch.from_numpy(batch.lengths("responses").copy())), response_mask(batch)
     columns = optional_values(batch, "values", "old_log_probs", "ref_log_probs")
     scores_B, position_B = batch["scores"], batch["position"]
@@ -42,10 +43,10 @@ def shard_advantages(
         scores_B = kl_penalized_scores(scores_B, kl_T, rows, mask_T, whole.kl_coef)
         kl = mean_row_kl(kl_T, rows, mask_T, sum_over_shards)
     sample_B = torch.tensor(whole.sample_of_row)[position_B]
-    mine = torch.zeros(3, len(whole.uids), dtype=torch.float64)
-    of_rows = torch.stack([scores_B.double(), rows.count(mask_T).double(), torch.ones_like(scores_B).double()])
-    mine.index_add_(1, sample_B, of_rows)
-    scores_S, num_tokens_S, num_rows_S = sum_over_shards(mine)
+    sums = torch.zeros(3, len(whole.uids), dtype=torch.float64)
+    row_values = torch.stack([scores_B.double(), rows.count(mask_T).double(), torch.ones_like(scores_B).double()])
+    sums.index_add_(1, sample_B, row_values)
+    scores_S, num_tokens_S, num_rows_S = sum_over_shards(sums)
     inputs = AdvantageInputs(
         rows,
         mask_T,
@@ -56,27 +57,27 @@ def shard_advantages(
         sample_B,
         sum_over_shards,
     )
-    found = estimate_advantages(inputs, config)
-    every_B = torch.ones(rows.num_rows, dtype=torch.bool)
+    estimate = estimate_advantages(inputs, config)
+    all_B = torch.ones(rows.num_rows, dtype=torch.bool)
     measured = {
-        "rewards": (rows.sum(apply_mask(rewards_T, mask_T)), every_B),
-        "advantages": (found.advantages_T, mask_T),
+        "rewards": (rows.sum(apply_mask(rewards_T, mask_T)), all_B),
+        "advantages": (estimate.advantages_T, mask_T),
     }
-    values_T, returns_T = columns.get("values"), found.returns_T
+    values_T, returns_T = columns.get("values"), estimate.returns_T
     if values_T is not None and returns_T is not None:
         measured |= {"returns": (returns_T, mask_T), "values": (values_T, mask_T)}
     figures = _distributions(measured, sum_over_shards, max_over_shards)
     if values_T is not None and returns_T is not None:
         figures["critic/vf_explained_var"] = _explained(returns_T, values_T, mask_T, sum_over_shards)
-    estimates = {"advantages": found.advantages_T} | ({} if returns_T is None else {"returns": returns_T})
-    columns_T = {name: jagged(each_T.float(), batch.lengths("responses")) for name, each_T in estimates.items()}
+    estimates = {"advantages": estimate.advantages_T} | ({} if returns_T is None else {"returns": returns_T})
+    columns_T = {name: jagged(column_T.float(), batch.lengths("responses")) for name, column_T in estimates.items()}
     return DataProto.from_dict(columns_T, meta_info=figures | {"reward/kl": kl}, row_ids=batch.row_ids)
 
 
 def _distributions(
     measured: Mapping[str, tuple[Tensor, Tensor]], sum_over_shards: Reduce, max_over_shards: Reduce
 ) -> dict[str, float]:
-    """Return mean, largest and smallest of columns over those of their entries, of all shards, that count."""
+    """Return mean, largest and smallest of each column over all shards, only over the entries that count."""
     sums, extremes = [], []
     for x, counted in measured.values():
         sums += [apply_mask(x.double(), counted).sum(), counted.sum().double()]
@@ -92,10 +93,10 @@ def _distributions(
 
 
 def _explained(returns_T: Tensor, values_T: Tensor, mask_T: Tensor, sum_over_shards: Reduce) -> float:
-    """Return the share of the returns' variance that the critic foresaw: 1 - var(returns - values) / var(returns)."""
-    columns = [apply_mask(each_T.double(), mask_T) for each_T in (returns_T, returns_T - values_T)]
-    sums = [mask_T.sum().double(), *(part.sum() for each_T in columns for part in (each_T, each_T.square()))]
+    """Return the explained variance of the critic: 1 - var(returns - values) / var(returns)."""
+    columns = [apply_mask(column_T.double(), mask_T) for column_T in (returns_T, returns_T - values_T)]
+    sums = [mask_T.sum().double(), *(part.sum() for column_T in columns for part in (column_T, column_T.square()))]
     count, *parts = sum_over_shards(torch.stack(sums)).tolist()
     count = max(count, 1.0)
-    of_returns, of_errors = (parts[at + 1] / count - (parts[at] / count) ** 2 for at in (0, 2))
-    return float(1.0 - of_errors / (of_returns + VARIANCE_FLOOR))
+    returns_var, errors_var = (parts[at + 1] / count - (parts[at] / count) ** 2 for at in (0, 2))
+    return float(1.0 - errors_var / (returns_var + VARIANCE_FLOOR))

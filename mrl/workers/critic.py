@@ -31,7 +31,7 @@ class CriticWorker(ModelWorker):
 
     @register_call(step_calls.CRITIC_ADVANTAGES)
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> DataProto:
-        """Compute advantages, and the returns that the critic is trained towards."""
+        """Compute advantages, and the returns that are the critic's targets."""
         return shard_advantages(batch, whole, self._algorithm, self.sum_over_shards, self.max_over_shards)
 
     @register_call(step_calls.UPDATE_CRITIC)
@@ -45,7 +45,7 @@ class CriticWorker(ModelWorker):
 
 def value_loss(clip: float | None, norm: LossNormalizer, batch: LossInput) -> LossOutput:
     values_T, columns = batch.scores.values_T, batch.columns
-    assert values_T is not None, "a critic gives values"
+    assert values_T is not None, "a critic returns values"
     tokens = ValueTokens(columns["response_mask"], values_T, columns["values"], columns["returns"])
     objective = critic_objective(tokens, rows_of(batch, values_T.device), norm, clip)
     return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports)

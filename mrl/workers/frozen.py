@@ -1,4 +1,4 @@
-"""Ranks of models that are frozen: `ReferenceWorker`, `TeacherWorker` and `RewardModelWorker`."""
+"""Ranks of frozen models: `ReferenceWorker`, `TeacherWorker` and `RewardModelWorker`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mrl.workers.model_worker import ModelWorker, last_tokens, response_column, 
 
 
 class ReferenceWorker(ModelWorker):
-    """Holds the policy as it was before training, where the actor keeps no copy of it."""
+    """Holds the policy before training, if the actor keeps no copy of it."""
 
     def __init__(self, place: RankInfo, setup: ModelSetup, temperature: float) -> None:
         super().__init__(place, setup)
@@ -28,7 +28,7 @@ class ReferenceWorker(ModelWorker):
 
 
 class TeacherWorker(ModelWorker):
-    """Reads the policy's own token ids; tokens that the policy lacks have no probability here."""
+    """Reads the policy's token ids. Tokens that the policy does not have get no probability."""
 
     def __init__(self, place: RankInfo, setup: ModelSetup, top_k: int, temperature: float) -> None:
         super().__init__(place, setup)
@@ -36,19 +36,19 @@ class TeacherWorker(ModelWorker):
 
     @register_call(step_calls.TEACHER_LOG_PROB)
     def compute_teacher_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        return self._said(batch, sizes)
+        return self._scores(batch, sizes)
 
     @register_call(step_calls.TEACHER_TOP_K)
     def compute_teacher_top_k(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Compute also which tokens are the likeliest in its place, with their log-probs and that of all others."""
-        return self._said(batch, sizes, top_k=self._top_k)
+        """Compute also the likeliest tokens at each place, with their log-probs and that of all others."""
+        return self._scores(batch, sizes, top_k=self._top_k)
 
     @register_call(step_calls.TEACHER_HIDDEN)
     def compute_teacher_hidden(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Compute also the hidden states that all log-probs follow from."""
-        return self._said(batch, sizes, hidden=True)
+        """Compute also the hidden states, from which all log-probs follow."""
+        return self._scores(batch, sizes, hidden=True)
 
-    def _said(
+    def _scores(
         self, batch: DataProto, sizes: MicroBatchSizes, *, top_k: int = 0, hidden: bool = False
     ) -> DataProto | None:
         request = ScoreRequest(self._temperature, vocab=self.setup.vocab, top_k=top_k, hidden=hidden)
@@ -62,8 +62,8 @@ class TeacherWorker(ModelWorker):
             "teacher_hidden": scores.hidden_TH,
         }
         lengths = batch.lengths("responses")
-        written = {name: jagged(x.cpu(), lengths) for name, x in columns.items() if x is not None}
-        return DataProto.from_dict(written, row_ids=batch.row_ids)
+        present = {name: jagged(x.cpu(), lengths) for name, x in columns.items() if x is not None}
+        return DataProto.from_dict(present, row_ids=batch.row_ids)
 
 
 class RewardModelWorker(ModelWorker):

@@ -1,4 +1,4 @@
-"""What the trainer hands to workers and gets back. Light to import: the driver loads no engine."""
+"""Messages between trainer and workers. Importing this module loads no engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mrl.config.schema import MegatronModelConfig
 from mrl.data.packing import PackingRules
 
 MicroBatchSizes = list[list[int]]
-"""For each data-parallel rank, how many of its rows, which come in that order, make up each micro-batch."""
+"""For each data-parallel rank, the number of consecutive rows in each of its micro-batches."""
 PROBED = ("probe_hidden", "probe_scores")
-"""Columns that `trainer/model_probe.py` holds against transformers: scores are log-probs, or a score head's values."""
+"""Columns that `trainer/model_probe.py` compares with transformers. Scores are log-probs or a score head's values."""
 
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """A model, and how this run trains or only runs it."""
+    """A model, and the settings of its training or inference."""
 
     path: str
     head: Literal["lm", "score"]
@@ -26,42 +26,42 @@ class ModelSetup:
     timeout_s: float
     new_head: bool = False
     keeps_reference: bool = False
-    """Whether a copy of the weights as they were before training stays on the host."""
+    """Whether a copy of the weights before training stays on the host."""
     teacher: str | None = None
-    """Of a policy that learns over the full vocabulary: the model whose output matrix it needs."""
+    """Model whose output matrix the policy needs to learn over the full vocabulary."""
     vocab: int | None = None
-    """Of a teacher: how many tokens the policy has."""
+    """Vocabulary of the policy, for reference and teacher models."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the driver plans with."""
+    """Properties of the model that the driver plans with."""
 
     packing: PackingRules
     num_parameters: int
     flops_per_token: float
     device: str
-    """Its name, as CUDA gives it; `cpu` without one."""
+    """CUDA name of the device, or `cpu`."""
 
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """What a shard must know of the other shards' rows, and the KL coefficient of this step.
+    """Values that a shard needs about the other shards' rows, and the KL coefficient of this step.
 
-    What is compared are samples. The score of one is the mean of its rows' with their KL penalty, and its rows, the
-    segments of a conversation, all have its advantage: a sample counts once in its group, whatever it is cut into.
+    Advantages compare samples. A sample's score is the mean over its rows, including their KL penalty; its rows are the
+    segments of a conversation, and all of them get its advantage. So each sample counts once in its group.
     """
 
     uids: Sequence[str]
-    """Of each sample."""
+    """Uid of each sample."""
     kl_coef: float
     sample_of_row: Sequence[int]
-    """By position."""
+    """Number of the sample, by row position."""
 
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """One optimizer step: this shard's part of the loss's reports, and what all ranks know alike."""
+    """Result of one optimizer step: this shard's part of the loss's metrics, and values that are equal on all ranks."""
 
     parts: dict[str, float]
     grad_norm: float

@@ -1,4 +1,4 @@
-"""What the workers of all models share: a Megatron engine, and the way from a batch to its rows and back."""
+"""Base of all model workers: a Megatron engine, and conversions between batches and rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mrl.workers.messages import PROBED, MicroBatchSizes, ModelFacts, ModelSetup
 
 
 class ModelWorker(Worker):
-    """One rank of a model. `init_model` makes the engine."""
+    """One rank of a model. `init_model` creates the engine."""
 
     def __init__(self, place: RankInfo, setup: ModelSetup) -> None:
         super().__init__(place)
@@ -55,7 +55,7 @@ class ModelWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def begin_checkpoint(self, directory: str) -> None:
         """Copy weights, optimizer, schedule and random states to the host, and begin to write them."""
-        if self._save is not None:  # of a checkpoint that failed elsewhere
+        if self._save is not None:  # left by a save that failed on another rank
             self._save.discard()
         self._save = checkpoint.PendingSave(self.engine, directory, {})
 
@@ -65,14 +65,14 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def finish_checkpoint(self) -> None:
-        """Wait until it is on disk, and publish it."""
+        """Wait until the checkpoint is on disk, and publish it."""
         save, self._save = self._save, None
         assert save is not None, "a checkpoint was begun"
         save.finish()
 
     @register(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, directory: str) -> None:
-        """Go on from there, whatever layout wrote it."""
+        """Restore a checkpoint, written by any layout."""
         checkpoint.load(self.engine, directory)
 
     @register(Dispatch.ONE_TO_ALL)
@@ -85,7 +85,7 @@ class ModelWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def give_back(self) -> None:
-        """Let other processes have the memory that passes have freed: this role's turn is over."""
+        """Release cached memory to other processes, at the end of this role's turn."""
         self.engine.memory.give_back()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -94,16 +94,18 @@ class ModelWorker(Worker):
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=PROBED)
     def probe(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Compute what `trainer/model_probe.py` holds against transformers."""
+        """Compute the values that `trainer/model_probe.py` compares with transformers."""
         scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(hidden=True))
         if scores is None:
             return None
-        of_head = scores.values_T if self.setup.head == "score" else scores.log_probs_T
-        assert scores.hidden_TH is not None, "hidden states were asked for"
-        assert of_head is not None, "a model gives what its head says"
+        outputs = scores.values_T if self.setup.head == "score" else scores.log_probs_T
+        assert scores.hidden_TH is not None, "hidden states were requested"
+        assert outputs is not None, "every head returns outputs"
         lengths = batch.lengths("responses")
-        found = zip(PROBED, (scores.hidden_TH, of_head), strict=True)
-        return DataProto.from_dict({name: jagged(x.float().cpu(), lengths) for name, x in found}, row_ids=batch.row_ids)
+        columns = zip(PROBED, (scores.hidden_TH, outputs), strict=True)
+        return DataProto.from_dict(
+            {name: jagged(x.float().cpu(), lengths) for name, x in columns}, row_ids=batch.row_ids
+        )
 
     def micro_batches(self, sizes: MicroBatchSizes) -> list[npt.NDArray[np.int64]]:
         """Return the positions of this rank's rows in each of its micro-batches."""
@@ -117,7 +119,7 @@ class ModelWorker(Worker):
         return _reduced(self.engine, x, torch.distributed.ReduceOp.MAX)
 
     def forward(self, rows: TokenRows, sizes: MicroBatchSizes, scores: ScoreRequest) -> Scores | None:
-        """Return scores of all response tokens; None on ranks that are not on the last stage."""
+        """Return scores of all response tokens; None on ranks outside the last stage."""
         return self.engine.forward(rows, self.micro_batches(sizes), scores)
 
     def update(self, rows: TokenRows, sizes: MicroBatchSizes, loss: LossFunction, scores: ScoreRequest) -> UpdateReport:
@@ -125,14 +127,14 @@ class ModelWorker(Worker):
         return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied)
 
 
-def _reduced(engine: MegatronEngine, x: Tensor, how: torch.distributed.ReduceOp.RedOpType) -> Tensor:
+def _reduced(engine: MegatronEngine, x: Tensor, operation: torch.distributed.ReduceOp.RedOpType) -> Tensor:
     x = x.to(engine.groups.device, copy=True)
-    torch.distributed.all_reduce(x, how, group=engine.groups.dp)
+    torch.distributed.all_reduce(x, operation, group=engine.groups.dp)
     return x.cpu()
 
 
 def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:
-    """Join prompts and responses to whole sequences. Without a mask, every response token was sampled."""
+    """Concatenate prompts and responses to sequences. Without a mask, every response token counts as sampled."""
     lengths = batch.lengths("responses").astype(np.int64)
     prompts, responses = (
         torch.split(batch.values(name), batch.lengths(name).tolist()) for name in ("prompts", "responses")
@@ -146,13 +148,13 @@ def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:
 
 
 def last_tokens(batch: DataProto) -> TokenRows:
-    """Return rows of which only the last token is scored, in its turn."""
+    """Return rows in which only the last token is scored, at its own place."""
     rows = token_rows(batch, {})
     return replace(rows, response_lengths=np.ones_like(rows.response_lengths), columns={}, before=False)
 
 
 def rows_of(batch: TokenRows | LossInput, device: torch.device | None = None) -> Rows:
-    """Return where each row's response tokens stand in a column of them."""
+    """Return the rows' ranges in a column of response tokens."""
     return Rows.of(torch.from_numpy(batch.response_lengths), device)
 
 
@@ -163,7 +165,7 @@ def response_mask(batch: DataProto) -> Tensor:
 
 
 def response_column(batch: DataProto, name: str, values_T: Tensor | None) -> DataProto | None:
-    """Return values of all response tokens as a column of the batch; nothing on ranks that have none."""
+    """Return values of all response tokens as a column of the batch; None on ranks without values."""
     if values_T is None:
         return None
     column = jagged(values_T.float().cpu(), batch.lengths("responses"))
@@ -171,10 +173,10 @@ def response_column(batch: DataProto, name: str, values_T: Tensor | None) -> Dat
 
 
 def score_column(batch: DataProto, name: str, scores: Scores | None) -> DataProto | None:
-    """Return the head's output at each response's last token as a column; nothing on ranks that have none."""
+    """Return the head's output at each response's last token as a column; None on ranks without output."""
     if scores is None:
         return None
-    assert scores.values_T is not None, "a score head gives values"
+    assert scores.values_T is not None, "a score head returns values"
     return DataProto.from_dict({name: scores.values_T.float().cpu()}, row_ids=batch.row_ids)
 
 

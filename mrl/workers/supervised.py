@@ -1,7 +1,7 @@
-"""Workers that learn from what the data say: what it says itself, or which responses it prefers.
+"""Workers for supervised training: on responses, or on preferences between responses.
 
-Of ranked responses a micro-batch holds whole groups, the responses to one prompt, of which `rank` 0 was preferred to 1,
-and so on.
+With ranked responses, a micro-batch contains whole groups: the responses to one prompt, where `rank` 0 is preferred to
+1, and so on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mrl.workers.model_worker import (
 
 
 class RmWorker(ModelWorker):
-    """A rank of a model whose score of a response, read at its last token, learns what was preferred."""
+    """A rank of a reward model. Its score, read at a response's last token, learns the preferences."""
 
     def __init__(self, place: RankInfo, setup: ModelSetup, loss: RewardLossConfig) -> None:
         super().__init__(place, setup)
@@ -52,7 +52,7 @@ class RmWorker(ModelWorker):
 
 
 class DpoWorker(ModelWorker):
-    """A rank of a policy that learns what was preferred, against itself as it was before training."""
+    """A rank of a policy that learns preferences, relative to itself before training."""
 
     def __init__(self, place: RankInfo, setup: ModelSetup, loss: DpoLossConfig) -> None:
         super().__init__(place, setup)
@@ -60,11 +60,13 @@ class DpoWorker(ModelWorker):
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Return the log-probs of all response tokens by the policy before its first update."""
-        assert self.engine.optimizer is not None, "a policy is trained"
+        """Return the log-probs of all response tokens from the policy before its first update."""
+        assert self.engine.optimizer is not None, "the policy is trained"
         if num_steps := self.engine.optimizer.num_steps:
-            what = f"the policy has made {num_steps} updates: it is not the reference any more"
-            raise EngineError(what, fix="compute the reference before the first update and before a checkpoint loads")
+            problem = f"the policy has made {num_steps} updates: it is no longer the reference"
+            raise EngineError(
+                problem, fix="compute the reference before the first update and before a checkpoint is loaded"
+            )
         scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest())
         return None if scores is None else response_column(batch, "ref_log_probs", scores.log_probs_T)
 
@@ -74,16 +76,19 @@ class DpoWorker(ModelWorker):
         optional=("response_mask", "ref_log_probs"),
     )
     def update_dpo(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """Make one optimizer step on these groups. A reference in place sees the same micro-batches, so that both round
-        alike: the first margins are 0."""
+        """Make one optimizer step on these groups.
+
+        If the worker keeps the reference, it computes the same micro-batches, so that both round alike: the first
+        margins are 0.
+        """
         rows = token_rows(batch, {})
-        of_rows = rows_of(rows)
+        row_ranges = rows_of(rows)
         mask_T, (group_B, rank_B) = rows.columns["response_mask"], groups_of(batch["rank"])
-        columns = {"group": of_rows.expand(group_B), "rank": of_rows.expand(rank_B)}
+        columns = {"group": row_ranges.expand(group_B), "rank": row_ranges.expand(rank_B)}
         if (ref_log_probs_T := self._reference_log_probs(batch, rows, sizes)) is not None:
             columns["ref_log_probs"] = ref_log_probs_T
-        of_best_T = mask_T & (columns["rank"] == 0)
-        best = LossNormalizer.of("token-mean", of_rows, of_best_T, sum_over_ranks=self.sum_over_shards)
+        best_mask_T = mask_T & (columns["rank"] == 0)
+        best = LossNormalizer.of("token-mean", row_ranges, best_mask_T, sum_over_ranks=self.sum_over_shards)
         totals = RankingTotals.of(group_B, self.sum_over_shards)
         loss = partial(preference_loss, self._loss, best, totals)
         return self.update(replace(rows, columns={**rows.columns, **columns}), sizes, loss, ScoreRequest())
@@ -95,23 +100,25 @@ class DpoWorker(ModelWorker):
         writes=("sum_log_probs", "sum_ref_log_probs", "num_tokens"),
     )
     def score_dpo(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Return the log-probs of each response by the policy and by the reference, added up, and their number."""
+        """Return the summed log-probs of each response by policy and reference, and its number of tokens."""
         rows = token_rows(batch, {})
         scores = self.forward(rows, sizes, ScoreRequest())
         ref_log_probs_T = self._reference_log_probs(batch, rows, sizes)
         if scores is None:
             return None
-        assert scores.log_probs_T is not None, "a language model gives log-probs"
-        mask_T, of_rows = rows.columns["response_mask"], rows_of(rows)
+        assert scores.log_probs_T is not None, "a language model returns log-probs"
+        mask_T, row_ranges = rows.columns["response_mask"], rows_of(rows)
         log_probs_T = scores.log_probs_T.double().cpu()
         refs_T = torch.zeros_like(log_probs_T) if ref_log_probs_T is None else ref_log_probs_T.double()
-        sums = [of_rows.sum(torch.where(mask_T, each_T, 0.0)) for each_T in (log_probs_T, refs_T)]
-        columns = {"sum_log_probs": sums[0], "sum_ref_log_probs": sums[1], "num_tokens": of_rows.count(mask_T)}
+        sums = [row_ranges.sum(torch.where(mask_T, values_T, 0.0)) for values_T in (log_probs_T, refs_T)]
+        columns = {"sum_log_probs": sums[0], "sum_ref_log_probs": sums[1], "num_tokens": row_ranges.count(mask_T)}
         return DataProto.from_dict(columns, row_ids=batch.row_ids)
 
     def _reference_log_probs(self, batch: DataProto, rows: TokenRows, sizes: MicroBatchSizes) -> Tensor | None:
-        """Return them on the host, computed before training or by the weights that are kept; zeros on stages that
-        compute none, None for a loss that knows no reference."""
+        """Return the reference's log-probs on the host, from the batch or from the kept weights.
+
+        Zeros on stages that compute none; None for a loss without reference.
+        """
         if self._loss.loss in WITHOUT_REFERENCE:
             return None
         if "ref_log_probs" in batch.columns():
@@ -124,12 +131,12 @@ class DpoWorker(ModelWorker):
 
 
 def groups_of(rank_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of each row's group, and the ranks: each group begins with its best response."""
+    """Return the group number of each row, and the ranks. Each group begins with its best response."""
     return (rank_B == 0).cumsum(0), rank_B
 
 
 def reward_loss(config: RewardLossConfig, totals: RankingTotals, batch: LossInput) -> LossOutput:
-    assert batch.scores.values_T is not None, "a score head gives values"
+    assert batch.scores.values_T is not None, "a score head returns values"
     pairs = Pairs.of(batch.columns["group"], batch.columns["rank"])
     objective = reward_objective(batch.scores.values_T, pairs, batch.columns["label"], config, totals)
     return LossOutput(objective.loss, objective.reports)
@@ -137,15 +144,15 @@ def reward_loss(config: RewardLossConfig, totals: RankingTotals, batch: LossInpu
 
 def preference_loss(config: DpoLossConfig, norm: LossNormalizer, totals: RankingTotals, batch: LossInput) -> LossOutput:
     log_probs_T, columns = batch.scores.log_probs_T, batch.columns
-    assert log_probs_T is not None, "a language model gives log-probs"
+    assert log_probs_T is not None, "a language model returns log-probs"
     rows = rows_of(batch, log_probs_T.device)
-    of_rows = {name: columns[name][rows.starts_B] for name in ("group", "rank")}
+    first_values = {name: columns[name][rows.starts_B] for name in ("group", "rank")}
     tokens = RankedTokens(
         rows,
         columns["response_mask"],
         log_probs_T,
         columns.get("ref_log_probs"),
-        Pairs.of(of_rows["group"], of_rows["rank"]),
+        Pairs.of(first_values["group"], first_values["rank"]),
         columns["rank"] == 0,
     )
     objective = preference_objective(tokens, config, norm, totals)
@@ -155,7 +162,7 @@ def preference_loss(config: DpoLossConfig, norm: LossNormalizer, totals: Ranking
 class SftWorker(ModelWorker):
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), optional=("response_mask",))
     def update_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
-        """Make one optimizer step towards these responses; prompts are read and not learned."""
+        """Make one optimizer step towards these responses. Prompts are read, but not learned."""
         rows = token_rows(batch, {})
         mask_T = rows.columns["response_mask"]
         norm = LossNormalizer.of("token-mean", rows_of(rows), mask_T, sum_over_ranks=self.sum_over_shards)
@@ -168,32 +175,31 @@ class SftWorker(ModelWorker):
         writes=("sum_log_probs", "num_learned"),
     )
     def score_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Return what the loss of each row is made of: the log-probs of its learned tokens, added up, and their
-        number."""
+        """Return the parts of each row's loss: the sum of the log-probs of its learned tokens, and their number."""
         rows = token_rows(batch, {})
         scores = self.forward(rows, sizes, ScoreRequest())
         if scores is None:
             return None
-        assert scores.log_probs_T is not None, "a language model gives log-probs"
-        mask_T, of_rows = rows.columns["response_mask"], rows_of(rows)
-        sums = of_rows.sum(torch.where(mask_T, scores.log_probs_T.double().cpu(), 0.0))
-        columns = {"sum_log_probs": sums, "num_learned": of_rows.count(mask_T)}
+        assert scores.log_probs_T is not None, "a language model returns log-probs"
+        mask_T, row_ranges = rows.columns["response_mask"], rows_of(rows)
+        sums = row_ranges.sum(torch.where(mask_T, scores.log_probs_T.double().cpu(), 0.0))
+        columns = {"sum_log_probs": sums, "num_learned": row_ranges.count(mask_T)}
         return DataProto.from_dict(columns, row_ids=batch.row_ids)
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("greedy_tokens",))
     def predict_sft(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Return which token the model would have put at each place of the responses, behind the tokens before it."""
+        """Return the model's greedy token at each place of the responses, given the tokens before it."""
         scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(greedy=True))
         if scores is None:
             return None
-        assert scores.greedy_T is not None, "they were asked for"
+        assert scores.greedy_T is not None, "greedy tokens were requested"
         tokens = jagged(scores.greedy_T.int().cpu(), batch.lengths("responses"))
         return DataProto.from_dict({"greedy_tokens": tokens}, row_ids=batch.row_ids)
 
 
 def likelihood_loss(norm: LossNormalizer, batch: LossInput) -> LossOutput:
-    """Return minus the mean log-prob of the response tokens."""
+    """Return the negative mean log-prob of the response tokens."""
     log_probs_T = batch.scores.log_probs_T
-    assert log_probs_T is not None, "a language model gives log-probs"
+    assert log_probs_T is not None, "a language model returns log-probs"
     loss = norm.aggregate(-log_probs_T, rows_of(batch, log_probs_T.device), batch.columns["response_mask"])
     return LossOutput(loss, {"loss": loss.detach()})

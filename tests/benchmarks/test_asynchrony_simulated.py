@@ -1,4 +1,4 @@
-"""What the simulator is told of a synchronous run, held against a run whose engine and trainer are known."""
+"""The simulator's view of a synchronous run, compared with a run whose engine and trainer are known."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRAIN_S, PUSH_S, FINISH_S = 0.7, 0.02, 0.05
 
 
 def synchronous_run(seed: int, slower: float = 1.0, train_s: float = TRAIN_S) -> Measured:
-    """Write down a run that goes by this law; its first batches take long, as while everything warms up."""
+    """Write a run that follows this law. Its first batches are slow, as during warm-up."""
     chance, now = random.Random(seed), 0.0
     steps, batches, lines = [], [], []
     for number in range(1, STEPS + 1):

@@ -1,4 +1,4 @@
-"""The harness measures fairly, reports honestly, and fails where a goal is missed."""
+"""The harness measures fairly, reports honestly, and fails if a goal is missed."""
 
 from __future__ import annotations
 

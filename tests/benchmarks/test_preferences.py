@@ -1,4 +1,4 @@
-"""The comparison with TRL notices what is wrong by more than its tolerance, and sees nothing where nothing is."""
+"""The comparison with TRL detects errors beyond its tolerance, and raises no false alarms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [make_case(seed) for seed in range(3)]
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, NDArray[np.float64]]:
-    """mrl's own, as a peer would write them."""
+    """Return mrl's own results in the format of a peer."""
     found = {}
     for number, case in enumerate(CASES):
         for name, function in OURS.items():
@@ -40,7 +40,7 @@ def test_what_is_the_same_differs_by_nothing(answers: dict[str, NDArray[np.float
 
 
 def test_one_number_of_a_gradient_is_noticed(answers: dict[str, NDArray[np.float64]], tmp_path: Path) -> None:
-    """Its smallest, by three times the tolerance of its largest, which may be far below 1."""
+    """The smallest gradient is changed by three times the tolerance of the largest, which may be far below 1."""
     wrong = dict(answers)
     for name in OURS:
         gradient = answers[f"1/{name}/gradient"].copy()

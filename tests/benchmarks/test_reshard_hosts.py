@@ -1,4 +1,4 @@
-"""The benchmark over limited links counts what crosses them, and both of its ways bring every weight."""
+"""The benchmark over limited links counts their traffic, and both of its methods deliver every weight."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ def test_ways_over_a_limited_link(tmp_path: Path) -> None:
     assert [row["way"] for row in (ours, gather, gather_once)] == list(WAYS)
     for row, copies in ((ours, 1), (gather, 2), (gather_once, 1)):
         assert copies * num_bytes < row["bytes"] < 1.1 * copies * num_bytes
-        assert row["over_limit"] > 1, "nobody is quicker than the link"
+        assert row["over_limit"] > 1, "no method is faster than the link"

@@ -1,4 +1,4 @@
-"""The controls of the demo's search are what they say: nothing is found, and nothing is masked out."""
+"""Controls of the demo's search: one finds nothing, and the other masks nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run by test_death.py in a mount namespace of its own, whose /dev/shm is small: a worker fills it, and dies of it."""
+"""Run by test_death.py in its own mount namespace with a small /dev/shm: a worker fills it, and dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.events import EventLog
 
 
 def main(directory: Path) -> None:
-    """Print what the user would read."""
+    """Print the text that the user would read."""
     config = ClusterConfig(devices_per_node=1, device="cpu")
     deadlines = DeadlinesConfig(start_s=120, call_s=60, heartbeat_s=1, release_s=1)
     with ray_cluster(config):

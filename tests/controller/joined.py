@@ -1,4 +1,4 @@
-"""Run by test_node_watch.py: joins the Ray cluster at an address, says so, and waits for what becomes of it."""
+"""Run by test_node_watch.py: joins the Ray cluster at an address, prints a line, and waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a call may take, without a cluster: the clock and Ray are the test's."""
+"""Deadlines of calls, without a cluster: fakes replace the clock and Ray."""
 
 from __future__ import annotations
 
@@ -50,4 +50,4 @@ def test_who_raised_and_is_gone_has_died_of_what_its_neighbor_may_have_met(monke
     monkeypatch.setattr(call, "_fault_of", lambda rank, reference: raised[rank])
     references: Any = dict.fromkeys(range(2))
     faults = Call(processes, "update", references, deadline_s=30.0)._faults()
-    assert faults == [raised[0], RankFailure(1, "died", "its process is gone")]
+    assert faults == [raised[0], RankFailure(1, "died", "its process has ended")]

@@ -1,4 +1,4 @@
-"""Causes of death: Ray's own words, cut to what tells, and what a node's counters add."""
+"""Causes of death: the relevant part of Ray's message, and additions from a node's counters."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ NODE = NodeMemory(kills=3, shared_bytes=64 << 20, free_shared_bytes=60 << 20)
 def test_rays_memory_monitor_is_named_with_its_numbers_and_the_largest_processes() -> None:
     said = said_by_ray(MONITOR)
     assert said == (
-        "Ray's memory monitor killed it, because 22.38GB of the node's 23.54GB were taken, more than 95%; "
+        "Ray's memory monitor killed it, because 22.38GB of the node's 23.54GB were used, more than 95%; "
         "ray::WorkerHost.update_actor (pid 19651) 4.70 GB, ray::WorkerHost (pid 8649) 4.68 GB"
     )
     detail, hints = cause(said, "", NODE, NODE)
     assert detail == said
-    assert hints == ("fix: `mrl plan` says who takes how much, and which key would make it fit",)
+    assert hints == ("fix: run `mrl plan`, which lists the users of memory and the key that would make it fit",)
 
 
 def test_a_rank_that_the_memory_monitor_killed_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_rays_memory_monitor_may_end_a_process_before_it_is_up(tmp_path: Path, m
         collect_handshakes("rollout-0", [actor], [node], 9, events)  # type: ignore[list-item]
     first, *rest = str(caught.value).splitlines()
     assert first.startswith("rollout-0 rank 0 on node host died before it was up, after 0.0 s: Ray's memory monitor")
-    assert rest == ["  fix: `mrl plan` says who takes how much, and which key would make it fit"]
+    assert rest == ["  fix: run `mrl plan`, which lists the users of memory and the key that would make it fit"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_rays_memory_monitor_may_end_a_process_before_it_is_up(tmp_path: Path, m
         ("bus", "died before it was up, after .* s: it crashed: Bus error"),
         ("import", "died before it was up, after .* s: ModuleNotFoundError: No module named 'megatron'"),
         ("raise", "raised before it was up, after .* s: .*cannot assign"),
-        ("hang", r"0 of 1 processes of critic came up within 3 s; still missing: ranks \[0\] on "),
+        ("hang", r"0 of 1 processes of critic started within 3 s; missing: ranks \[0\] on "),
     ],
 )
 def test_a_process_that_never_comes_up_says_why_and_what_to_do(
@@ -110,7 +110,7 @@ def test_a_process_that_never_comes_up_says_why_and_what_to_do(
         )
     first, *rest = str(caught.value).splitlines()
     assert re.search(named, first), caught.value
-    fix = "give the node more" if how == "bus" else r"`mrl env` on \S+ (says what|shows how long) "
+    fix = "enlarge it" if how == "bus" else r"run `mrl env` on \S+ to (check its|see how long) "
     assert len([line for line in rest if re.match(f"  fix: {fix}", line)]) == 1
     assert caught.value.ranks == (0,)
     assert ("in handshake" in str(caught.value)) == (how == "bus"), "the frames of a crash are shown"
@@ -123,8 +123,8 @@ def test_a_process_that_never_comes_up_says_why_and_what_to_do(
             CRASH,
             CRASH[: CRASH.index(" Some common")],
         ),
-        ("it is lost\nnobody knows", "it is lost"),
-        ("", "no reason known"),
+        ("it is lost\nthe cause is unknown", "it is lost"),
+        ("", "no known reason"),
         (
             "died because of an error raised in its creation task, ray::A()\n  File x\nImportError: no y\n",
             "ImportError: no y",
@@ -138,20 +138,20 @@ def test_of_rays_other_words_the_telling_part_stays(text: str, said: str) -> Non
 def test_a_crash_is_what_the_process_itself_wrote() -> None:
     log = "loading\nFatal Python error: Bus error\n\nThread 0x1 (most recent call first):\n  File worker.py"
     log = log.replace("Bus error", "Segmentation fault")
-    said = "it crashed: Segmentation fault (its stack stands in the log)"
+    said = "it crashed: Segmentation fault (see the stack in the log)"
     assert cause("End of file.", log, NODE, NODE) == (said, ())
 
 
 def test_a_full_dev_shm_and_the_kernels_kills_are_evidence() -> None:
     full = replace(NODE, free_shared_bytes=1 << 20)
-    give = "fix: give the node more (`docker run --shm-size`, `mount -o remount,size=... /dev/shm`)"
+    give = "fix: enlarge it (`docker run --shm-size`, `mount -o remount,size=... /dev/shm`)"
     log = "Fatal Python error: Bus error"
     assert cause("End of file.", log, NODE, full)[1] == ("/dev/shm is full: 1 of 64 MiB are free", give)
-    freed = "/dev/shm may have been, as after most bus errors, full: 60 of 64 MiB are free"
+    freed = "/dev/shm may have been full, as after most bus errors: 60 of 64 MiB are free"
     assert cause("End of file.", log, NODE, NODE)[1] == (freed, give)
     _, (killed, fix) = cause("End of file.", "", NODE, replace(NODE, kills=5))
-    assert killed == "the kernel killed 2 processes for lack of memory on this node meanwhile"
-    assert fix.startswith("fix: `mrl plan`")
+    assert killed == "the kernel has killed 2 processes on this node during the run: it was out of memory"
+    assert fix.startswith("fix: run `mrl plan`")
     assert cause("End of file.", "", NODE, NODE) == ("End of file.", ())
 
 
@@ -170,8 +170,8 @@ def test_a_full_dev_shm_kills_a_rank(tmp_path: Path) -> None:
         check=False,
     )
     lines = ran.stdout[ran.stdout.index("actor rank 0 on node") :].splitlines()
-    assert re.search(r"died in fill_shared_memory after .* s: it crashed: Bus error \(its stack stands", lines[0])
+    assert re.search(r"died in fill_shared_memory after .* s: it crashed: Bus error \(see the stack", lines[0])
     assert lines[1] == "  /dev/shm is full: 0 of 16 MiB are free"
-    assert lines[2].startswith("  fix: give the node more (`docker run --shm-size`")
+    assert lines[2].startswith("  fix: enlarge it (`docker run --shm-size`")
     assert any("in fill_shared_memory" in line for line in lines[3:]), "the innermost frames"
     assert not Path("/dev/shm/large").exists(), "the machine's own was left alone"

@@ -1,6 +1,6 @@
-"""Workers that die, raise, stop or hang: the call ends soon, names the culprit, and nobody is left behind.
+"""Workers that die, raise, stop or hang: the call ends soon, names the failed ranks, and leaves no process.
 
-Each test reads `events.jsonl` as its witness, and the kernel's process table for what is left.
+Each test reads `events.jsonl` and the kernel's process table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def last(path: Path, kind: type[Event]) -> Event:
 
 
 def assert_ended(context: RunContext, group: RayWorkerGroup, error: WorkerError) -> None:
-    """No process of the group is left, and every later call fails of what ended it: a restart depends on its kind."""
+    """Check that no process of the group is left, and that later calls raise the same error (restarts depend on it)."""
     started = last(context.events.path, WorkersStarted)
     assert isinstance(started, WorkersStarted)
     deadline = time.monotonic() + 3
@@ -76,7 +76,7 @@ def test_a_crash_is_named_and_its_stack_shown(
     with pytest.raises(WorkerDied) as caught:
         group.die(2, after_s=0.0, by=int(by))
     first, *rest = str(caught.value).splitlines()
-    assert first.endswith(f"it crashed: {named} (its stack stands in the log)")
+    assert first.endswith(f"it crashed: {named} (see the stack in the log)")
     assert any("in die" in line for line in rest), "the innermost frames"
     assert caught.value.ranks == (2,)
     assert witness(run_context)[0].detail.startswith(f"it crashed: {named}")
@@ -96,7 +96,7 @@ def test_one_that_raises_is_the_culprit_and_the_others_leave_the_collective(
     assert "raised in raise_on after" in message
     assert "rank 1: row 7 is bad\n  fix: leave it out" in message
     assert "rank_workers.py" in message, "the traceback is shown"
-    assert "the other ranks were released: 0, 2, 3" in message
+    assert "the other ranks were ended: 0, 2, 3" in message
     fault, released = witness(run_context)
     assert (fault.rank, fault.phase, fault.fault) == (1, "raise_on", "raised")
     assert released.ranks == [0, 1, 2, 3]
@@ -169,7 +169,7 @@ def test_where_one_raises_and_the_others_answer_the_group_ends(
     with pytest.raises(WorkerRaised, match="row 9 is bad") as caught:
         group.raise_alone(1)
     assert caught.value.ranks == (1,)
-    assert "the other ranks were released: 0, 2, 3" in str(caught.value)
+    assert "the other ranks were ended: 0, 2, 3" in str(caught.value)
     _, released = witness(run_context)
     assert (released.role, released.ranks, released.reason) == ("critic", [0, 1, 2, 3], "rank 1 raised in raise_alone")
     assert_ended(run_context, group, caught.value)
@@ -188,7 +188,7 @@ def test_a_worker_that_cannot_start_says_why(run_context: RunContext, doomed_wor
 def test_a_broken_promise_to_write_is_named(doomed_workers: MakeGroup) -> None:
     from tests.controller.test_worker_group import prompts
 
-    with pytest.raises(WorkerRaised, match=r"promises to write \['values'\] but returned \['vaules'\]"):
+    with pytest.raises(WorkerRaised, match=r"declares \['values'\] but returned \['vaules'\]"):
         doomed_workers().forget_a_column(prompts())
 
 

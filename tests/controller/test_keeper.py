@@ -1,4 +1,4 @@
-"""However the process that started a Ray ends: of that Ray, and of what ran in it, nothing is left soon after."""
+"""A Ray and its processes end soon after the process that started it, for any kind of end."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from mrl.config.schema import ClusterConfig
 from mrl.controller.cluster import ray_cluster, when_ray_is_lost
 import ray
 
-def tell(error):
+def report(error):
     time.sleep(1.5)  # Ray itself would end this process meanwhile, with another status
     print(error, file=sys.stderr, flush=True)
     return 76
 
 class Worker:
-    def leave(self):  # what double forks and makes a session of its own belongs to nobody here
+    def leave(self):  # a double fork in its own session has no parent here
         left = "import os, time; os.fork() and os._exit(0); os.setsid(); print(os.getpid(), flush=True); time.sleep(99)"
         return int(subprocess.Popen([sys.executable, "-c", left], stdout=subprocess.PIPE).stdout.readline())
     def wait(self):
         time.sleep(600)
 
-with when_ray_is_lost(tell), ray_cluster(ClusterConfig(devices_per_node=1, device="cpu")):
+with when_ray_is_lost(report), ray_cluster(ClusterConfig(devices_per_node=1, device="cpu")):
     worker = ray.remote(Worker).remote()
     print("ready", ray.get(worker.leave.remote()), flush=True)
     ray.get(worker.wait.remote()) if sys.argv[1] == "hang" else time.sleep(0)
@@ -87,22 +87,22 @@ def churn():
 
 thread = threading.Thread(target=churn)
 thread.start()
-said = set()
+messages = set()
 try:
     for _ in range(40):
         try:
             with cluster._kept(ClusterConfig(devices_per_node=1, device="cpu"), Path(tempfile.gettempdir())):
                 pass
         except SetupError as error:
-            said.add(str(error))
+            messages.add(str(error))
 finally:
     ends.set()
-print(*said)
+print(*messages)
 """
 
 
 class ClosedAfterALine:
-    """A pipe that another thread closes once a line was read."""
+    """A pipe that another thread closes after one line."""
 
     def __init__(self, pipe: IO[str]) -> None:
         self._pipe = pipe
@@ -122,8 +122,8 @@ def named(processes: set[Process], name: str) -> int:
 
 
 def test_ray_starts_while_libraries_change_the_environment(tmp_path: Path) -> None:
-    """A copy is handed on: what the kernel reads of one that another thread grows may be gone (EFAULT)."""
-    assert "it said nothing" in run_python("-c", CHURN, TMPDIR=str(tmp_path))
+    """A copy is passed on: if another thread grows the environment, the kernel could read freed memory (EFAULT)."""
+    assert "it printed nothing" in run_python("-c", CHURN, TMPDIR=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_ray_starts_while_libraries_change_the_environment(tmp_path: Path) -> No
         ("group", signal.SIGHUP, ""),
         pytest.param("raylet", signal.SIGKILL, "its raylet (pid {pid}) has died", marks=pytest.mark.slow),
         pytest.param(
-            *("raylet", signal.SIGSTOP, "its raylet (pid {pid}) is stopped: a signal or a debugger holds it"),
+            *("raylet", signal.SIGSTOP, "its raylet (pid {pid}) is stopped by a signal or a debugger"),
             marks=pytest.mark.slow,
         ),
         ("gcs_server", signal.SIGKILL, "its gcs_server (pid {pid}) has died"),
@@ -160,7 +160,7 @@ def test_nothing_outlives_a_run(target: str, number: int, said: str) -> None:
         assert word == "ready"
         processes |= below(run.pid) | below(int(orphan))  # which may be below nothing of this run
         starts_agent = Path(f"/proc/{named(processes, 'raylet')}/cmdline").read_text()
-        assert "--listen-port=0" in starts_agent, "a port of its own: the one of all Rays is for the user's"
+        assert "--listen-port=0" in starts_agent, "its own port: Ray's default is for the user's cluster"
         killed = {"driver": run.pid, "group": -run.pid}.get(target) or (named(processes, target) if number else 0)
         if number:
             os.kill(killed, number)
@@ -188,7 +188,7 @@ def test_a_ray_that_cannot_start_says_why(tmp_path: Path) -> None:
     )
     last, fix = ran.stderr.strip().splitlines()[-2:]
     assert last.startswith("mrl.errors.SetupError: Ray did not start on this machine: OSError: "), ran.stderr
-    assert fix.startswith("  fix: a TMPDIR whose name is shorter")
+    assert fix.startswith("  fix: use a shorter TMPDIR")
     assert not list(directory.iterdir())
 
 
@@ -236,24 +236,24 @@ def test_a_moments_stop_of_what_ray_needs_is_no_loss(monkeypatch: pytest.MonkeyP
 
     try:
         while needed.pid not in keeper._needed:  # it may have been forked and not become itself yet
-            assert keeper._what_is_lost() == ""
+            assert keeper._lost_process() == ""
         time.sleep(0.5)
-        assert keeper._what_is_lost() == ""
+        assert keeper._lost_process() == ""
         send(signal.SIGSTOP)
-        assert keeper._what_is_lost() == "", "it ran until just now"
+        assert keeper._lost_process() == "", "it ran until just now"
         send(signal.SIGCONT)
-        assert keeper._what_is_lost() == ""
+        assert keeper._lost_process() == ""
         send(signal.SIGSTOP)
         time.sleep(0.5)
-        assert keeper._what_is_lost() == f"its sleep (pid {needed.pid}) is stopped: a signal or a debugger holds it"
+        assert keeper._lost_process() == f"its sleep (pid {needed.pid}) is stopped by a signal or a debugger"
     finally:
         needed.kill()
         needed.wait()
-    assert keeper._what_is_lost() == f"its sleep (pid {needed.pid}) has died"
+    assert keeper._lost_process() == f"its sleep (pid {needed.pid}) has died"
 
 
 def test_who_is_told_to_end_is_asked_nothing_more() -> None:
-    """Its pipe is closed by the main thread as soon as it has ended, which may be between two lines."""
+    """The main thread closes its pipe as soon as it has ended, maybe between two lines."""
     with subprocess.Popen(["true"], stdout=subprocess.PIPE, text=True) as ended:
         assert ended.stdout is not None
         ended.stdout = ClosedAfterALine(ended.stdout)  # type: ignore[assignment]

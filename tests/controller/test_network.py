@@ -1,4 +1,4 @@
-"""What a node knows of its own network; several hosts are in tests/hosts."""
+"""A node's network settings. Several hosts are covered by tests/hosts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_who_listens_is_reached_and_who_does_not_is_not() -> None:
 
 
 def test_a_run_on_one_host_keeps_to_its_loopback(run_context: RunContext, rank_workers: RayWorkerGroup) -> None:
-    """Ray knows the host by another address, which others reach."""
+    """Ray knows the host by another address, which other hosts can reach."""
     (said,) = [
         record.event for record in read_events(run_context.events.path) if isinstance(record.event, NetworkChosen)
     ]
@@ -61,5 +61,5 @@ def test_a_node_alone_has_no_links_and_one_under_a_foreign_address_is_named(run_
     with linked_nodes(offered_nodes("cpu")) as (node,):
         assert broken_links([node], 60) == []
         foreign: list[Any] = [node, LinkedNode("n9", "203.0.113.7", node.agent)]
-        with pytest.raises(PlacementError, match=r"Ray knows node n9 by 203\.0\.113\.7, which no interface there"):
+        with pytest.raises(PlacementError, match=r"Ray knows node n9 as 203\.0\.113\.7, but none of its interfaces"):
             broken_links(foreign, 60)

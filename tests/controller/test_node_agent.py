@@ -1,4 +1,4 @@
-"""What a node sees of its processes and logs, on processes of this machine."""
+"""A node's view of its processes and logs, on processes of this machine."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_native_frames_that_cannot_be_had_are_explained(
     spy = tmp_path / "py-spy"
     for script, said in {
         "echo 'Error: Permission denied' >&2; echo more >&2; exit 1": "py-spy: Error: Permission denied",
-        "exit 0": "py-spy: it says nothing",
-        "exec /bin/sleep 9": "py-spy: nothing within 0.5 s",
+        "exit 0": "py-spy: no output",
+        "exec /bin/sleep 9": "py-spy: no result within 0.5 s",
     }.items():
         spy.write_text(f"#!/bin/sh\n{script}\n")
         spy.chmod(0o700)
@@ -133,7 +133,7 @@ def test_a_process_that_has_no_log_yet_is_not_ended_by_the_question(
     sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     answer = NodeAgent().stack(id_of(sleeper), str(log_path(tmp_path, 0)))
-    assert answer == "none: it has not come to opening its log"
+    assert answer == "none: it has not opened its log yet"
     assert sleeper.poll() is None
 
 
@@ -247,7 +247,7 @@ def test_only_methods_that_take_batches_declare_columns() -> None:
     for dispatch in (Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
         for columns in ({"reads": ("a",)}, {"writes": ("a",)}, {"optional": ("a",)}):
             with pytest.raises(
-                ValueError, match=f"only DATA_PARALLEL methods read and write columns, not {dispatch.name}"
+                ValueError, match=f"only DATA_PARALLEL methods can read and write columns, not {dispatch.name} methods"
             ):
                 register(dispatch, **columns)
 
@@ -273,7 +273,7 @@ sleepers[1].kill()
 
 
 def test_a_node_that_hears_nothing_of_its_run_ends_what_it_has_of_it() -> None:
-    """The driver has given the node up by then, and the run has begun again elsewhere."""
+    """By then the driver has given up the node, and the run has restarted elsewhere."""
     ran = subprocess.run([sys.executable, "-c", RAYLET], cwd=ROOT, capture_output=True, text=True, timeout=40)
     after_s, *ends = ran.stdout.split()
     assert ends == ["-9", "-9", "None"], ran.stderr

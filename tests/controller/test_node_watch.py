@@ -56,7 +56,7 @@ def process_of(node: RayNode, name: str) -> int:
 @pytest.mark.parametrize(
     ("name", "number", "said", "limit_s"),
     [
-        ("gcs_server", signal.SIGSTOP, r"the head of the Ray cluster at {} is lost: no answer for \d s", 15),
+        ("gcs_server", signal.SIGSTOP, r"the head of the Ray cluster at {} is lost: it has not answered for \d s", 15),
         ("raylet", signal.SIGKILL, "the Ray of the cluster at {} has ended on this node", 5),
     ],
 )
@@ -72,10 +72,10 @@ def test_the_end_of_a_joined_cluster_is_the_end_of_a_run(
             os.kill(pid, number)
             began = time.monotonic()
             try:
-                heard, code = run.stdout.read().splitlines(), run.wait(60)  # Ray may have a word of its own
+                heard, code = run.stdout.read().splitlines(), run.wait(60)  # Ray may print lines, too
             finally:
                 run.kill()
-                with suppress(ProcessLookupError):  # whoever started it may have collected it by now
+                with suppress(ProcessLookupError):  # its parent may have collected it by now
                     os.kill(pid, signal.SIGKILL)
             assert [line for line in heard if re.fullmatch(said.format(rf"\S+:{port}"), line.strip())], heard
             assert code == 76
@@ -83,7 +83,7 @@ def test_the_end_of_a_joined_cluster_is_the_end_of_a_run(
 
 
 class Wavering:
-    """An agent of another node: it is slow once, fails some times in a row, and answers ever after."""
+    """An agent of another node. It is slow once, fails several times in a row, and then answers every time."""
 
     def __init__(self) -> None:
         self._num_heard = 0
@@ -118,11 +118,11 @@ def test_a_node_that_was_silent_is_asked_on_and_counts_again_when_it_answers(run
     assert lost == []
     assert not node.is_silent.is_set()
     silences = [each for each in read_events(run_context.events.path) if isinstance(each.event, NodeSilent)]
-    assert len([each for each in silences if each.event.node == "n1"]) == 2, "each time is said once"
+    assert len([each for each in silences if each.event.node == "n1"]) == 2, "each silence is reported once"
 
 
 def test_a_head_that_is_not_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray would try for minutes: a restart could not wait for it with a deadline of its own."""
+    """Ray alone would retry for minutes, so a restart could not use a deadline."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     config = ClusterConfig(nodes=1, devices_per_node=1, device="cpu", ray_address=f"127.0.0.1:{free_port()}")
     with pytest.raises(PlacementError, match=r"no Ray cluster answers at .*Connection refused"), ray_cluster(config):

@@ -1,4 +1,4 @@
-"""A look at the nodes of a cluster, on the one node of the tests."""
+"""Survey of a cluster's nodes, on the one node of the tests."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_nodes_that_are_absent_or_short_are_named(run_context: RunContext) -> No
 
 
 def test_a_node_that_cannot_answer_is_an_error(run_context: RunContext) -> None:
-    with pytest.raises(PlacementError, match="a node does not answer"):
+    with pytest.raises(PlacementError, match="a node did not answer"):
         run_on_nodes([offered_nodes("cpu")[0].node_id], "socket:gethostbyname", ["a..b"], 60)
 
 
 def test_a_node_that_has_died_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray lists the nodes that it has lost as well."""
+    """Ray also lists nodes that it has lost."""
     known = {"Resources": {"CPU": 4.0}, "NodeManagerAddress": "10.0.0.1"}
     listed = [{"NodeID": name, "NodeName": name, "Alive": name != "b", **known} for name in ("c", "b", "a")]
     monkeypatch.setattr(nodes.ray, "nodes", lambda: listed)

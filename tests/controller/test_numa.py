@@ -1,4 +1,4 @@
-"""Where a process may run beside its GPUs, on machines that are files here; the binding itself is the kernel's."""
+"""CPU affinity of processes near their GPUs. The machines are files here, but the kernel binds for real."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPUS = sorted(os.sched_getaffinity(0))
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two nodes with a GPU each; the first has this machine's first CPU and many that are not there."""
+    """Two nodes with a GPU each. The first has this machine's first CPU and many that do not exist."""
     for node, (pci, cpus) in enumerate({"0000:3b:00.0": f"{CPUS[0]},1000-1003", "0000:d8:00.0": "2000"}.items()):
         device, listed = tmp_path / f"bus/pci/devices/{pci}", tmp_path / f"devices/system/node/node{node}"
         device.mkdir(parents=True)
@@ -40,7 +40,7 @@ def driver(directory: Path, monkeypatch: pytest.MonkeyPatch, says: str) -> None:
 
 
 def bound(machine: Path, visible: str) -> tuple[str, set[int]]:
-    """What a process of its own is told, and where a child of it may run."""
+    """Return a process's message about its binding, and the CPUs of its child."""
     code = (
         "import sys, pathlib\nfrom mrl.controller.worker_host import bind_to_gpus\n"
         "print(bind_to_gpus(sys.argv[2], pathlib.Path(sys.argv[1])))\n"
@@ -58,13 +58,13 @@ def bound(machine: Path, visible: str) -> tuple[str, set[int]]:
 @pytest.mark.parametrize("visible", ["0", "GPU-aaaa"])
 def test_a_process_and_its_children_run_beside_their_gpu(machine: Path, visible: str) -> None:
     said, cpus = bound(machine, visible)
-    assert said == f"bound to 1 CPUs of NUMA node 0, beside GPU {visible}"
+    assert said == f"bound to 1 CPUs of NUMA node 0, next to GPU {visible}"
     assert cpus == {CPUS[0]}
 
 
 def test_a_job_that_was_given_other_cpus_is_left_alone_and_told_of(machine: Path) -> None:
     said, cpus = bound(machine, "1")
-    assert said == "not bound to NUMA node 1 of its GPUs: the job was given none of that node's CPUs"
+    assert said == "not bound to NUMA node 1 of its GPUs: the job has no CPUs of this node"
     assert cpus == set(CPUS)
 
 
@@ -84,7 +84,7 @@ def test_a_driver_that_does_not_answer_is_told_of(tmp_path: Path, monkeypatch: p
     path.write_text("#!/bin/sh\nexit 9\n")
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert "not bound to the CPUs beside its GPUs" in bind_to_gpus("0", tmp_path)
+    assert "not bound to the CPUs next to its GPUs" in bind_to_gpus("0", tmp_path)
     assert "exit status 9" in bind_to_gpus("0", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A group's end: whoever outlives Ray's word is ended by its node's agent."""
+"""The end of a group: the node's agent kills processes that Ray did not end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mrl.events import EventLog
 
 
 class Agent:
-    """Notes what it is asked for; process 11 is gone already."""
+    """Records its calls. Process 11 has ended already."""
 
     def __init__(self) -> None:
         self.asked: dict[str, list[int]] = defaultdict(list)
@@ -28,7 +28,7 @@ class Agent:
 
 
 class Question:
-    """A method as Ray calls it."""
+    """A method that is called like a Ray method."""
 
     def __init__(self, asked: list[int]) -> None:
         self._asked = asked
@@ -40,13 +40,13 @@ class Question:
 
 @pytest.fixture
 def agents() -> list[Agent]:
-    """Those of two nodes."""
+    """Agents of two nodes."""
     return [Agent(), Agent()]
 
 
 @pytest.fixture
 def group(agents: list[Agent], tmp_path: Path) -> Iterator[RankProcesses]:
-    """Two ranks on the one node, a third on the other."""
+    """Two ranks on one node, and a third on the other."""
     unknown: Any = None
     nodes = [NodeView(f"id{n}", f"node{n}", agent, unknown, unknown) for n, agent in enumerate(agents)]
     events = EventLog(tmp_path / "events.jsonl")
@@ -62,7 +62,7 @@ def test_the_agents_see_that_every_process_ends(
     ended: list[Any] = []
     monkeypatch.setattr(processes.ray, "kill", lambda actor, *, no_restart: ended.append((actor, no_restart)))
     monkeypatch.setattr(processes.ray, "get", lambda answer, timeout: answer)
-    assert group.kill_all("a rank died") == [0, 2], "those that still ran"
+    assert group.kill_all("a rank died") == [0, 2], "the ranks that still ran"
     assert ended == [(f"actor{number}", True) for number in range(3)]
     assert [agent.asked["kill_all"] for agent in agents] == [[10, 11], [12]]
     assert group.kill_all("again") == [], "once is enough"

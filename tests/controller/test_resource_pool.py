@@ -37,7 +37,7 @@ def test_roles_that_share_a_pool_share_its_devices(run_context: RunContext) -> N
 
 
 def test_a_role_without_a_pool_is_named(run_context: RunContext) -> None:
-    with pytest.raises(PlacementError, match='no pool is given for role "actr"\n  fix: did you mean "actor"'):
+    with pytest.raises(PlacementError, match='the role "actr" has no pool\n  fix: did you mean "actor"'):
         run_context.resources.get_resource_pool("actr")
 
 
@@ -49,13 +49,13 @@ def test_missing_devices_are_named_at_the_deadline(run_context: RunContext) -> N
         manager.create(run_context.run_directory, run_context.events)
     assert caught.value.num_nodes == 1
     message = str(caught.value)
-    assert message.startswith("Ray did not hand out all devices within 1 s\n")
+    assert message.startswith("Ray did not provide all devices within 1 s\n")
     assert 'pool "train": 4 CPU slots on 2 nodes; still waiting for 2 + 2, each on one node' in message
     assert 'pool "score": 2 CPU slots on 1 node; still waiting for 2, each on one node' in message
     assert f"Ray has {NUM_DEVICES} CPU on 1 nodes, 0 of them free:" in message
     assert "2 of 3 nodes have not joined" in message
     assert (
-        "fix: add or free the nodes named here, or make the pools smaller: `mrl plan CONFIG --search --nodes 1`"
+        "fix: add or free the nodes listed above, or make the pools smaller: `mrl plan CONFIG --search --nodes 1`"
         in message
     )
 
@@ -66,7 +66,7 @@ def test_nodes_are_ordered_as_people_number_them() -> None:
 
 
 def test_ray_started_here_is_behind_a_token(run_context: RunContext) -> None:
-    """Somebody without the token cannot even ask the cluster for its name."""
+    """Without the token, even a request for the cluster's name fails."""
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -98,7 +98,7 @@ def test_ray_started_here_keeps_its_files_and_its_dashboard_to_itself(run_contex
         (
             ClusterConfig(devices_per_node=1, device="cpu", ray_address="10.0.0.1:6379"),
             "disabled",
-            "the Ray cluster at 10.0.0.1:6379 would be joined without token authentication",
+            "the Ray cluster at 10.0.0.1:6379 does not use token authentication",
         ),
         (ClusterConfig(devices_per_node=1, device="cpu"), "disabled", "would be started without token authentication"),
     ],
@@ -112,7 +112,7 @@ def test_an_unsafe_or_impossible_ray_is_refused(
 
 
 def test_two_nodes_and_the_loss_of_one(tmp_path: Path) -> None:
-    """A real Ray cluster of two raylets, joined by address: the same code, ranks in node order, a lost node named."""
+    """A real Ray cluster of two raylets, joined by address: ranks in node order, and an error for a lost node."""
     ran = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "controller" / "two_nodes.py"), str(tmp_path)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Whoever listened to SIGTERM before Ray started hears it afterwards: a run saves when it does."""
+"""A SIGTERM handler from before Ray's start still works afterwards: a run uses it to save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
 cluster = ClusterConfig(devices_per_node=1, device="cpu")
 with ray_cluster_soon(cluster) if sys.argv[1] == "soon" else nullcontext(), ray_cluster(cluster):
     os.kill(os.getpid(), signal.SIGTERM)
-    print("went on", *heard)
+    print("continued", *heard)
 """
 
 
@@ -35,5 +35,5 @@ def test_ray_leaves_sigterm_to_whoever_listened(when: str) -> None:
         timeout=120,
         env=environment | {"PYTHONPATH": str(ROOT)},
     )
-    assert (ran.returncode, ran.stdout) == (0, "went on 15\n"), ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, "continued 15\n"), ran.stderr
     assert "SIGTERM" not in ran.stderr

@@ -1,4 +1,4 @@
-"""What is sent for a shard and comes back, without Ray: every column arrives as it was, wherever its rows lie."""
+"""Columns sent to a shard and returned, without Ray: each arrives unchanged, for any division of the rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = [[1, 2, 3], [4], [], [5, 6]]
 
 
 def answer_of(number: int) -> DataProto:
-    """What a worker may have written: rows that tell which part they are of."""
+    """Return a worker's result whose rows show which part they belong to."""
     return DataProto.from_dict(
         {
             "responses": from_rows([[10 * number + token for token in row] for row in ROWS]),
@@ -37,7 +37,7 @@ WRITES = ("responses", "scores", "hidden", "uid")
 
 
 def stored(num_parts: int) -> tuple[DataProto, dict[str, ColumnStore]]:
-    """The answers of several workers on the driver, and what is stored of them."""
+    """Return the results of several workers as the driver has them, and the stored columns."""
     bundles: dict[str, ColumnStore] = {}
     batches = []
     for number in range(num_parts):
@@ -51,7 +51,7 @@ def stored(num_parts: int) -> tuple[DataProto, dict[str, ColumnStore]]:
 
 
 def plain(batch: DataProto) -> dict[str, list[Any]]:
-    """Every column as lists."""
+    """Return every column as lists."""
     found: dict[str, list[Any]] = {"row_ids": batch.row_ids.tolist()}
     for name, column in batch.columns().items():
         found[name] = [row.tolist() for row in column.rows()] if isinstance(column, Jagged) else column.tolist()  # type: ignore[union-attr]
@@ -141,16 +141,16 @@ def test_a_stored_batch_is_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_answer_is_what_was_promised_for_the_rows_that_were_given() -> None:
     made = answer_of(1)
-    with pytest.raises(BatchError, match=r"generate promises to write .*; missing \['scores'\]"):
+    with pytest.raises(BatchError, match=r"generate declares .*; missing \['scores'\]"):
         pack_result(made.select("responses", "hidden", "uid"), made.row_ids, WRITES, "generate")
     with pytest.raises(BatchError, match=r"; undeclared \['uid'\]"):
         pack_result(made, made.row_ids, WRITES[:-1], "generate")
-    with pytest.raises(BatchError, match="generate returned other rows than it was given"):
+    with pytest.raises(BatchError, match="generate returned different rows from its input"):
         pack_result(made.take([1, 0, 2, 3]), made.row_ids, WRITES, "generate")
 
 
 def test_a_plan_of_another_shape_is_refused() -> None:
-    with pytest.raises(WireError, match="not the plan of a column"):
+    with pytest.raises(WireError, match="not a column plan"):
         assemble_shard([np.arange(1).tobytes(), {}, {"x": [1, 2, 3]}], [])
 
 
@@ -175,5 +175,5 @@ def test_an_object_store_without_room_is_named_with_what_was_to_go_into_it(monke
 
     monkeypatch.setattr(transport.ray, "put", full)
     batch = DataProto.from_dict({"hidden": torch.zeros(4, 1 << 18), "scores": torch.zeros(4)}, {})
-    with pytest.raises(SetupError, match=r"takes no more: 4\.0 MiB of hidden found no room.*ObjectStoreFullError"):
+    with pytest.raises(SetupError, match=r"is full: 4\.0 MiB of hidden do not fit.*ObjectStoreFullError"):
         transport.store(batch)

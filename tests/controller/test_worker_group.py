@@ -104,11 +104,11 @@ def test_a_call_costs_little(rank_workers: RayWorkerGroup) -> None:
     [
         (
             lambda group: group.count(prompts()),
-            "count needs `responses`; nobody wrote it\n  fix: columns now: prompts, uid",
+            "count needs the column `responses`, which no method has written\n  fix: columns so far: prompts, uid",
         ),
         (
             lambda group: group.generate(prompts(1), extra=1),
-            "1 rows cannot be split over 2 shards: each needs at least one",
+            "1 rows cannot be split into 2 shards: each needs at least one row",
         ),
         (
             lambda group: group.generate([prompts()], extra=1),
@@ -116,7 +116,7 @@ def test_a_call_costs_little(rank_workers: RayWorkerGroup) -> None:
         ),
         (
             lambda group: group.generate("rows", extra=1),
-            "generate takes a DataProto first, or a list with one per data-parallel rank, not str",
+            "generate takes a DataProto as first argument, or a list with one per data-parallel rank, not str",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What crosses from a worker to the driver when a method raises: text, with secrets taken out."""
+"""The error text that reaches the driver when a worker's method raises; secrets are removed."""
 
 from __future__ import annotations
 

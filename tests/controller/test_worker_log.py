@@ -1,4 +1,4 @@
-"""The log of a worker: a disk that takes no more of it ends no training."""
+"""The log of a worker: a full disk does not stop training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_a_full_disk_does_not_take_of_a_log_is_counted_and_told_of(tmp_path
     text = log.read_text()
     assert text.startswith("before\na line of 24 characters\n")
     assert text.endswith("after\n")
-    (note,) = [line for line in text.splitlines() if "could not be written here" in line]
+    (note,) = [line for line in text.splitlines() if "the disk was full" in line]
     num_lost = int(note.rpartition("(")[2].split()[0])
     there = text.partition("(")[0].removeprefix("before\n")
     assert num_lost + len(there) == 50 * len("a line of 24 characters\n")

@@ -1,4 +1,4 @@
-"""Run by test_resource_pool.py in a process of its own: a cluster of two raylets, one of which is lost."""
+"""Run by test_resource_pool.py in a separate process: a cluster of two raylets, one of which is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.controller.test_worker_group import prompts
 
 
 def main(directory: Path) -> None:
-    """Start the nodes, run the workers, lose a node, and print what was seen."""
+    """Start the nodes, run the workers, lose a node, and print the observations."""
     import os
 
     (directory / "token").write_text(secrets.token_hex(32))

@@ -1,4 +1,4 @@
-"""Gradients are those of transformers' autograd, tensor by tensor under the names of its files, for every family."""
+"""Gradients equal those of transformers' autograd, tensor by tensor under the names of its files, for every family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Gradients = dict[str, npt.NDArray[np.float32]]
 
 
 def engine_gradients(models: list[tuple[str, Head]]) -> list[Gradients]:
-    """Of each model on one rank, as Hugging Face's tensors."""
+    """Return each model's gradients on one rank, as Hugging Face tensors."""
     found = []
     for path, head in models:
         with model_parallel(Layout(), seed=1) as groups:
@@ -44,7 +44,7 @@ def engine_gradients(models: list[tuple[str, Head]]) -> list[Gradients]:
 
 
 def transformers_gradients(path: str, head: Head, directory: Path) -> Gradients:
-    """Of the same loss, saved as if they were weights: so they get the names of the files."""
+    """Return gradients of the same loss, exported as if they were weights, so that they get the names of the files."""
     from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -70,7 +70,7 @@ def transformers_gradients(path: str, head: Head, directory: Path) -> Gradients:
 
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Gradients, Gradients]]:
-    """Ours and transformers' for each family and head."""
+    """Return mrl's and transformers' gradients for each family and head."""
     from tests.models.tiny_models import TINY_FAMILIES, make_tiny
 
     directory = tmp_path_factory.mktemp("gradients")

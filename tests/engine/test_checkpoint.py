@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, knows nothing of its layout, and training goes on as if nothing had happened."""
+"""A checkpoint is complete or absent, does not depend on the layout, and training continues without a difference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model:
 
 
 def train_and_save(model: Model) -> Steps:
-    """Some steps, a checkpoint, and the steps after it."""
+    """Train some steps, save a checkpoint, and train the steps after it."""
     with model_parallel(model.saved_by, seed=1) as groups:
         engine = build(model.path, model.saved_by, groups, head=model.head, dtype=model.dtype)
         for _ in range(NUM_BEFORE):
@@ -51,7 +51,7 @@ def train_and_save(model: Model) -> Steps:
 
 
 def resume(model: Model, layout: Layout) -> tuple[Steps, list[str]]:
-    """The same steps after the checkpoint in another layout, and what was warned of."""
+    """Train the same steps after the checkpoint in another layout. Also return the warnings."""
     with model_parallel(layout, seed=1) as groups, warnings.catch_warnings(record=True) as caught:
         engine = build(model.path, layout, groups, head=model.head, dtype=model.dtype)
         warnings.simplefilter("always")
@@ -83,7 +83,7 @@ def assert_goes_on(expected: list[Steps], found: list[Steps], tolerance: float) 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What each rank found: of each model, of the attempts that must fail."""
+    """Results of each rank: of each model, and of the attempts that must fail."""
 
     runs: list[tuple[Model, list[Layout], list[Any]]]
     refusals: list[dict[str, str]]
@@ -92,7 +92,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Each model saved by one layout of four ranks, and resumed by that and others."""
+    """Save each model in one layout of four ranks, and resume it in that layout and others."""
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
     directory = tmp_path_factory.mktemp("checkpoints")
@@ -130,7 +130,7 @@ def test_other_layouts_go_on_as_well(outcome: Outcome) -> None:
             found = [resumed[number][0] for _, resumed in ranks]
             assert_goes_on([expected for expected, _ in ranks], found, tolerance)
             said = [warning for _, resumed in ranks for warning in resumed[number][1]]
-            assert said == ["the checkpoint is of another layout: random states are those of a fresh start"] * 4
+            assert said == ["the checkpoint has another layout: random states are not restored"] * 4
 
 
 def test_one_rank_goes_on_with_what_four_have_saved(outcome: Outcome) -> None:
@@ -156,7 +156,7 @@ def test_the_manifest_says_what_is_there(outcome: Outcome) -> None:
 
 
 def agreeing() -> list[tuple[str, str]]:
-    """What each rank is told where nobody, one or everybody fails."""
+    """Return each rank's error if no rank, one rank or all ranks fail."""
 
     def told(errors: dict[int, Exception]) -> tuple[str, str]:
         try:
@@ -178,7 +178,7 @@ def agreeing() -> list[tuple[str, str]]:
 
 
 def test_a_failure_of_one_rank_is_everybodys_and_its_own_is_its_own() -> None:
-    first, second = run_distributed(2, agreeing, timeout_s=60.0)  # a rank that is not told would wait for ever
+    first, second = run_distributed(2, agreeing, timeout_s=60.0)  # a rank without the error would wait forever
     assert first[0] == second[0] == first[4] == second[4] == ("", "")
     assert second[1] == ("EngineError", "/disk: has no room")
     assert first[1] == ("EngineError", "the work failed on 1 of 2 ranks; rank 1: /disk: has no room")
@@ -188,7 +188,7 @@ def test_a_failure_of_one_rank_is_everybodys_and_its_own_is_its_own() -> None:
 
 
 def attempts(path: str, other: str, directory: str) -> dict[str, str]:
-    """What this rank was told, attempt by attempt."""
+    """Return this rank's error of each attempt."""
     target, layout = Path(directory), Layout(tp=2)
     said: dict[str, str] = {}
     with model_parallel(layout, seed=1) as groups, warnings.catch_warnings(record=True) as caught:
@@ -207,7 +207,9 @@ def attempts(path: str, other: str, directory: str) -> dict[str, str]:
             (target / ".good.saving" / "half").mkdir(parents=True)
         torch.distributed.barrier()
         attempt("save before any step", checkpoint.save, target / "good", {})
-        said["leftover"] = ", ".join(str(x.message) for x in caught if "was left by a save" in str(x.message))
+        said["leftover"] = ", ".join(
+            str(x.message) for x in caught if "was left by an interrupted save" in str(x.message)
+        )
         attempt("load before any step", checkpoint.load, target / "good")
         attempt("save again", checkpoint.save, target / "good", {})
         attempt("extra", checkpoint.save, target / "extra", {"tensor": torch.ones(2)})
@@ -242,21 +244,19 @@ def test_what_is_refused_is_refused_on_all_ranks(outcome: Outcome) -> None:
     good = outcome.directory / "good"
     file = good / "rank-00001.safetensors"
     assert first["save before any step"] == first["load before any step"] == ""
-    assert first["save again"].startswith(f"{good}: exists already")
+    assert first["save again"].startswith(f"{good}: already exists")
     assert second["save again"] == f"saving failed on 1 of 4 ranks; rank 0: {first['save again']}"
-    assert (
-        first["extra"] == "JSON cannot hold what was given to be saved: Object of type Tensor is not JSON serializable"
-    )
-    assert "is no checkpoint" in first["nothing"]
+    assert first["extra"] == "`extra` cannot be saved as JSON: Object of type Tensor is not JSON serializable"
+    assert "is not a checkpoint" in first["nothing"]
     assert second["removed"] == f"{file}: is missing"
-    assert second["changed"] == f"{file}: is damaged: it is not what was written (sha256)"
+    assert second["changed"] == f"{file}: is damaged: its sha256 is wrong"
     assert first["changed"] == f"loading failed on 1 of 4 ranks; rank 1: {second['changed']}"
     size = file.stat().st_size
-    assert second["shortened"] == f"{file}: has {size - 1} bytes, not {size}"
+    assert second["shortened"] == f"{file}: has {size - 1} bytes instead of {size}"
     assert first["restored"] == second["restored"] == ""
     assert first["save after a step"] == ""
-    assert first["away"].startswith("the model's parameters left the device")
+    assert first["away"].startswith("the model's parameters are not on the device")
     assert second["away"] == first["away"]
-    assert first["leftover"] == f"{outcome.directory}/.good.saving was left by a save that did not end: it is removed"
-    assert first["other model"].startswith(f"{good}: is the checkpoint of another model: ")
+    assert first["leftover"] == f"{outcome.directory}/.good.saving was left by an interrupted save: it is removed"
+    assert first["other model"].startswith(f"{good}: is a checkpoint of another model: ")
     assert {path.name for path in outcome.directory.iterdir()} == {"good", "better"}

@@ -1,4 +1,4 @@
-"""HF -> Megatron -> checkpoint -> HF is the same bits, whatever the family, the head and the layout."""
+"""HF -> Megatron -> checkpoint -> HF returns the same bits for every family, head and layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def go_through_megatron(cases: list[Case]) -> list[Case]:
 
 
 def make_cases(directory: Path, layouts: list[Layout], moe_layouts: list[Layout]) -> list[Case]:
-    """Every family, and two with a score head, in every layout."""
+    """Return every family, and two with a score head, in every layout."""
     # Not above: transformers is not for the ranks, which import this module.
     from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES, make_tiny
 

@@ -1,4 +1,4 @@
-"""A checkpoint's files without a model: boxes go in and come back, whatever was cut, and damage is named."""
+"""A checkpoint's files without a model: boxes are read back for any partition, and errors name the damage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BOXES: list[tuple[int, Region]] = [
 
 
 def write(directory: Path, **changes: Any) -> Path:
-    """Two ranks' boxes of one matrix, its moments, and their random states."""
+    """Return two ranks' boxes of one matrix, its moments, and their random states."""
     directory.mkdir(exist_ok=True)
     files = {}
     for rank in (0, 1):
@@ -121,7 +121,7 @@ def test_a_box_is_read_from_however_many_it_was_saved_as(tmp_path: Path, box: Re
 def test_a_box_that_was_saved_in_part_only_is_an_error(tmp_path: Path) -> None:
     tensors = {"w": {"shape": (6, 4), "boxes": BOXES[:2] + BOXES[3:]}}
     saved = SavedFiles(write(tmp_path, tensors=tensors))
-    with pytest.raises(EngineError, match="lacks 3 elements of w"):
+    with pytest.raises(EngineError, match=r"3 elements of w .* are missing"):
         saved.read("w", ((0, 6), (0, 4)), {"param": torch.zeros(6, 4)})
     saved.read("w", ((3, 6), (0, 4)), {"param": torch.zeros(3, 4)})
 
@@ -143,10 +143,10 @@ def test_each_rank_looks_at_its_share_of_the_files(tmp_path: Path) -> None:
     saved.check_files(0, 2)
     saved.check_files(2, 3)  # more ranks than files
     for rank, num_ranks in ((1, 2), (0, 1), (1, 3)):
-        with pytest.raises(EngineError, match=r"rank-00001.*is damaged: it is not what was written"):
+        with pytest.raises(EngineError, match=r"rank-00001.*is damaged: its sha256 is wrong"):
             saved.check_files(rank, num_ranks)
     damaged.write_bytes(content[:-2])
-    with pytest.raises(EngineError, match=f"has {len(content) - 2} bytes, not {len(content)}"):
+    with pytest.raises(EngineError, match=f"has {len(content) - 2} bytes instead of {len(content)}"):
         saved.check_files(1, 2)
     damaged.unlink()
     with pytest.raises(EngineError, match=r"rank-00001\.safetensors: is missing"):
@@ -171,18 +171,18 @@ def test_the_checkpoint_of_another_model_is_refused(
     if other is None:
         saved.check_model(shapes)
         return
-    with pytest.raises(EngineError, match=f"is the checkpoint of another model: {other}"):
+    with pytest.raises(EngineError, match=f"is a checkpoint of another model: {other}"):
         saved.check_model(shapes)
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"manifest\.json: is no checkpoint: "):
+    with pytest.raises(EngineError, match=r"manifest\.json: is not a checkpoint: "):
         SavedFiles(tmp_path)
     (tmp_path / MANIFEST).write_text("{")
-    with pytest.raises(EngineError, match="is no checkpoint: "):
+    with pytest.raises(EngineError, match="is not a checkpoint: "):
         SavedFiles(tmp_path)
     (tmp_path / MANIFEST).write_text('{"format": "mrl-checkpoint-0"}')
-    with pytest.raises(EngineError, match=f"is not of the format {FORMAT}"):
+    with pytest.raises(EngineError, match=f"does not have the format {FORMAT}"):
         SavedFiles(tmp_path)
 
 
@@ -215,7 +215,7 @@ FACTS = {"num_steps": 3, "num_skipped": [0, 0], "layout": {"tp": 1}, "extra": {}
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a manifest."""
+    """Yield the path of every value in a manifest."""
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
@@ -253,7 +253,7 @@ def test_a_hostile_manifest_is_refused_or_harmless(tmp_path: Path) -> None:
 
 
 def save_model(model: Path, directory: Path) -> None:
-    """A checkpoint of one rank, as float32, with moments that are not weights."""
+    """Write a checkpoint of one rank as float32, with moments that differ from the weights."""
     directory.mkdir()
     reader, spec = HfReader(model), read_spec(model)
     tensors, entries = {}, {}
@@ -309,7 +309,7 @@ def test_nothing_is_exported_from_damaged_files(tmp_path: Path) -> None:
 def test_all_bytes_of_a_file_are_with_the_system_when_it_is_told_to_put_them_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python's own buffer is not on disk, whatever the system does."""
+    """Bytes in Python's own buffer are not on disk, even after `fsync`."""
     path, sizes = tmp_path / "file", []
     monkeypatch.setattr("os.fsync", lambda descriptor: sizes.append(path.stat().st_size))
     write_safetensors(path, {"a": torch.arange(5, dtype=torch.uint8)})

@@ -1,4 +1,4 @@
-"""What measures layouts can itself be wrong: differences by hand, verdicts at their goals."""
+"""The comparison of layouts can itself be wrong: differences by hand, verdicts at their goals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_equal_results_do_not_differ_however_they_are_held() -> None:
     assert Difference.between(ONE, ONE) == Difference(0, 0, 0, 0, 0)
     assert Difference.between(ONE, replace(ONE, held=parts)) == Difference(0, 0, 0, 0, 0)
     in_parts = replace(ONE, held=[*parts, HeldParameter("w", ((0, 2), (0, 1)), WEIGHT[:2, :1])])
-    assert Difference.between(in_parts, ONE).parameters == 1  # nobody holds the first of b
+    assert Difference.between(in_parts, ONE).parameters == 1  # no part holds b's first element
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""An engine on two ranks beside what the layouts' parity shows: orders, marks, memory, and failures that are shared."""
+"""An engine on two ranks, beyond the parity of layouts: order of rows, stale copies, memory, and shared failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def raised(action: Callable[[], object]) -> tuple[str, str]:
 
 
 def drawing(groups: ParallelGroups) -> Found:
-    """Random numbers before and after states are put back, from torch and from Megatron's own generator."""
+    """Draw random numbers before and after states are restored, from torch and from Megatron's own generator."""
     from megatron.core import tensor_parallel
 
     def draw() -> list[float]:
@@ -69,7 +69,7 @@ def drawing(groups: ParallelGroups) -> Found:
 
 
 def marks(path: str, layout: Layout) -> dict[str, tuple[bool, bool | None]]:
-    """Of each parameter whether tensor ranks split it, and whether it is reduced with all others."""
+    """Return for each parameter whether tensor ranks split it, and whether it is reduced with all others."""
     with model_parallel(layout, seed=1) as groups:
         engine = build(path, layout, groups, trained=False)
         return {
@@ -79,7 +79,7 @@ def marks(path: str, layout: Layout) -> dict[str, tuple[bool, bool | None]]:
 
 
 def scoring(path: str, groups: ParallelGroups) -> Found:
-    """The same rows in micro-batches of several kinds."""
+    """Score the same rows in several divisions into micro-batches."""
     engine = build(path, Layout(), groups)
     rows, _ = share(engine)
     with_entropy = ScoreRequest(temperature=0.5, entropy="value")
@@ -117,7 +117,7 @@ def scoring(path: str, groups: ParallelGroups) -> Found:
 
 
 def moving(path: str, directory: str, groups: ParallelGroups) -> Found:
-    """Copies on the host that are out of date, or are not."""
+    """Return results for copies on the host that are stale or not."""
     engine = build(path, Layout(), groups)
     memory, traffic = engine.memory, engine.memory.traffic
 
@@ -163,7 +163,7 @@ def moving(path: str, directory: str, groups: ParallelGroups) -> Found:
 
 
 def tables(path: str, groups: ParallelGroups) -> list[tuple[str, str]]:
-    """A table and a model that do not fit each other."""
+    """Return errors of tables that do not match a model."""
     engine = build(path, Layout(), groups, trained=False)
     spec, model = engine.request.spec, engine.models[0]
 
@@ -202,14 +202,14 @@ def new_heads(path: str, groups: ParallelGroups) -> Found:
 
 
 def staged(path: str) -> Found:
-    """What a rank that is not on the last stage says, and where ranks think that they stand."""
+    """Return the results of a rank that is not on the last stage, and the ranks' coordinates."""
     layout = Layout(pp=2)
     with model_parallel(layout, seed=1) as groups:
         engine = build(path, layout, groups)
         rows, parts = share(engine)
         scores = engine.forward(rows, parts, ScoreRequest())
         reports = engine.forward_backward(rows, parts, negative_score, ScoreRequest())
-        with pytest.raises(EngineError, match="already holds Megatron groups"), model_parallel(layout, seed=1):
+        with pytest.raises(EngineError, match="already has Megatron groups"), model_parallel(layout, seed=1):
             pass
         return {
             "stage": (groups.is_first_stage, groups.is_last_stage),
@@ -219,7 +219,7 @@ def staged(path: str) -> Found:
 
 
 def likeliest(path: str, layout: Layout) -> dict[int, list[int]]:
-    """Of each row of this rank the likeliest token at every place of its response; padding would be likelier."""
+    """Return the likeliest token at each response position of this rank's rows. Padding columns have larger logits."""
     with model_parallel(layout, seed=1) as groups:
         engine = build(path, layout, groups, trained=False)
         if groups.is_last_stage:
@@ -257,7 +257,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(directory: Path) -> list[Found]:
-    """What each of two ranks found."""
+    """Results of the two ranks."""
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
     models = [str(make_tiny(family, directory / family)) for family in ("llama", "mixtral")]
@@ -333,14 +333,14 @@ def test_what_was_away_stays_away_and_a_failure_leaves_the_own_weights(ranks: li
         assert found["reference"]
         assert found["failed"] == ("EngineError", "in the middle")
         assert found["own again"]
-        assert found["wrong copy"][1].endswith("bytes is not of a model of this shape and layout")
+        assert found["wrong copy"][1].endswith("bytes does not fit a model of this shape and layout")
 
 
 def test_a_table_that_does_not_fit_the_model_is_refused(ranks: list[Found]) -> None:
     for found in (rank["tables"] for rank in ranks):
         fits, score, strange, short = (said for _, said in found)
         assert fits == ""
-        assert score == "the table gives this rank `score.weight` in chunk 0; Megatron has no such"
+        assert score == "the table has `score.weight` in chunk 0 of this rank, but Megatron does not"
         assert strange == "the table does not cover 1 of Megatron's parameters: `strange` in chunk 0"
         assert short == "`decoder.final_layernorm.weight` is (63,) in Megatron and (64,) in the table"
 

@@ -1,4 +1,4 @@
-"""Manifests of checkpoints, of a role and of a run, with any damage: refused, or what was saved."""
+"""Manifests of checkpoints, of a role and of a run, with any damage: rejected, or read as they were saved."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_damaged_manifests_of_a_role(tmp_path: Path) -> None:
 
 
 def test_damaged_manifests_of_a_run(tmp_path: Path) -> None:
-    """Also of somebody who computes the hash anew."""
+    """Includes damage by someone who recomputes the hash."""
     checkpoint = tmp_path / "step-000003"
     (checkpoint / "actor").mkdir(parents=True)
     (checkpoint / "actor" / MANIFEST).write_text("{}")

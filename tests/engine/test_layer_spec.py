@@ -1,4 +1,4 @@
-"""Attention over packed rows on CUDA: stand-ins with torch's two signatures replace its variable-length kernel."""
+"""Attention over packed rows on CUDA: fakes with torch's two signatures replace its variable-length kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADS, GROUPS, DIM = 4, 2, 8
 def attend(
     qkv: tuple[Tensor, ...], ends: tuple[Tensor, Tensor], scale: float | None, window: tuple[int, int]
 ) -> Tensor:
-    """Compute the kernel's definition: a segment's last query stands at its last key."""
+    """Compute the kernel's definition: a segment's last query is aligned with its last key."""
     results = []
     bounds = list(zip(*(end.tolist() for end in ends), strict=True))
     for (q0, k0), (q1, k1) in pairwise(bounds):
@@ -46,7 +46,7 @@ def torch_2_13(
     return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False, seqused_k: Any = None, block_table: Any = None, num_splits: Any = None,
 ) -> Tensor:  # fmt: skip
-    assert enable_gqa == (query.shape[1] != key.shape[1]), "this one refuses fewer heads of keys unless it is told"
+    assert enable_gqa == (query.shape[1] != key.shape[1]), "this version needs enable_gqa if there are fewer key heads"
     return attend((query, key, value), (cu_seq_q, cu_seq_k), scale, window_size)
 
 

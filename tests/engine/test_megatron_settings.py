@@ -1,4 +1,4 @@
-"""Megatron's settings that mrl takes: each computes what a plain run computes, whatever the steps look like."""
+"""Megatron settings that mrl accepts: each run equals a run without them, for steps of any size."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CLASSES: Mapping[Any, tuple[FieldRules, Mapping[str, Settings], set[str]]] = {
 
 
 def known(settings: Settings) -> dict[str, Any]:
-    """Those that the installed Megatron has: `num_buckets` is newer than the older of the two."""
+    """Return the settings that the installed Megatron has: `num_buckets` exists only in the newer of two versions."""
     names = {field.name for cls in CLASSES for field in fields(cls)}
     return {name: value for name, value in settings.items() if name in names}
 
@@ -84,7 +84,7 @@ Steps = list[tuple[float, float]]
 
 
 def steps(path: str, layout: ParallelConfig, groups: ParallelGroups, ddp: Settings, megatron: Settings) -> Steps:
-    """Gradient norm of each step, and what all parameters of this rank add up to right after it."""
+    """Return each step's gradient norm, and the sum of this rank's parameters right after the step."""
     settings = TrainedModelConfig(
         parallel=layout,
         dtype="float32",
@@ -100,7 +100,7 @@ def steps(path: str, layout: ParallelConfig, groups: ParallelGroups, ddp: Settin
         rows, _ = share(engine)
         micro_batches = np.array_split(np.arange(len(rows.lengths)), number)
         _, outcome = engine.update(rows, micro_batches, negative_score, ScoreRequest())
-        # Nothing runs in between: what is sent to the engines is what stands here now.
+        # Nothing runs in between: exactly these parameters are sent to the engines.
         total = sum(
             float(parameter.detach().abs().double().sum())
             for model in engine.models
@@ -111,7 +111,7 @@ def steps(path: str, layout: ParallelConfig, groups: ParallelGroups, ddp: Settin
 
 
 def all_steps(path: str, layout: ParallelConfig, section: str) -> dict[str, Steps]:
-    """With each of the settings, and without."""
+    """Return results with each of the settings, and without."""
     torch.manual_seed(0)
     with model_parallel(layout, seed=1) as groups:
         found = {"plain": steps(path, layout, groups, {}, {})}

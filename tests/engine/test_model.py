@@ -1,4 +1,4 @@
-"""What Megatron is told about a model on a layout, and where each rank thinks that it stands: no process is needed."""
+"""Megatron's configuration of a model in a layout, and each rank's coordinates. No process is needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGE = ParallelConfig(tp=2, cp=2, pp=2, vpp=2, ep=2, etp=1, sequence_parallel=T
 
 
 def groups_of(parallel: ParallelConfig, rank: int = 0, world_size: int = 8) -> ParallelGroups:
-    """A rank's place; nothing here talks to its groups."""
+    """A rank's coordinates, without process groups."""
     mesh = Mesh(world_size, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
     nobody: Any = None
     return ParallelGroups(parallel, mesh.coordinates(rank), mesh, torch.device("cpu"), nobody, nobody, nobody, nobody)
@@ -141,7 +141,7 @@ def test_linear_layers_add_to_gradients_themselves_and_the_output_layer_asks_for
 
 
 def fused_linear_layers(path: str, wanted: bool) -> tuple[bool, list[bool]]:
-    """What Megatron's configuration says and what each layer does, on a rank with layers like Transformer Engine's."""
+    """Return the configured and the actual value of each layer, on a rank with layers like Transformer Engine's."""
     megatron = dict.fromkeys(DENSE_KERNELS, False) | {"gradient_accumulation_fusion": wanted}
     settings = MegatronModelConfig(dtype="float32", max_tokens_per_device=64, megatron=megatron)
     with pytest.MonkeyPatch.context() as patched, model_parallel(ParallelConfig(), seed=1) as groups:
@@ -202,9 +202,7 @@ def test_each_rank_knows_its_stage_and_its_cut() -> None:
         assert (groups.is_first_stage, groups.is_last_stage) == (rank < 4, rank >= 4)
         assert groups.sequence_sharding == SequenceSharding(2, rank // 2 % 2, 2)
     plain = groups_of(ParallelConfig(tp=4, pp=2), 5)
-    assert plain.sequence_sharding == SequenceSharding(
-        1, 0, 1
-    )  # tensor ranks split the sequence only where they are told to
+    assert plain.sequence_sharding == SequenceSharding(1, 0, 1)  # tensor ranks split the sequence only if set
     alone = groups_of(ParallelConfig(), 3)
     assert (alone.is_first_stage, alone.is_last_stage) == (True, True)
 

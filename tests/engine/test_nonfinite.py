@@ -1,4 +1,4 @@
-"""One loss that is not a number: no rank steps, it is counted, and the third in a row stops the run with names."""
+"""A non-finite loss: no rank steps, it is counted, and the third in a row stops the run with names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS = [Layout(), Layout(pp=2)]
 
 @dataclass
 class Poison:
-    """A loss that is not a number in the second of its micro-batches, where it is asked to be."""
+    """A loss that is NaN in the second micro-batch, on request."""
 
     here: bool
     num_seen: int = 0
@@ -35,7 +35,7 @@ class Poison:
 
 
 def state(engine: MegatronEngine) -> list[torch.Tensor]:
-    """Everything that a step may change."""
+    """Return all state that a step may change."""
     assert engine.optimizer is not None, "the engine is trained"
     weights = [parameter.detach() for model in engine.models for parameter in model.parameters()]
     return [tensor.clone() for tensor in [*weights, *engine.optimizer.state_tensors()]]
@@ -46,7 +46,7 @@ def poisoned_steps(path: str, layouts: list[Layout]) -> list[dict[str, Any]]:
 
 
 def poisoned_step(path: str, layout: Layout) -> dict[str, Any]:
-    """A good step, a bad one, a good one, and three bad ones; one data-parallel rank has the bad loss."""
+    """Run a good step, a bad one, a good one, and three bad ones; one data-parallel rank has the bad loss."""
     with model_parallel(layout, seed=1) as groups:
         engine = build(path, layout, groups)
         optimizer = engine.optimizer
@@ -74,7 +74,7 @@ def poisoned_step(path: str, layout: Layout) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """Of each layout what each of two ranks found."""
+    """Results of the two ranks for each layout."""
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
     path = make_tiny("qwen3", tmp_path_factory.mktemp("model") / "qwen3")
@@ -94,7 +94,7 @@ def test_no_rank_takes_the_step_and_all_go_on(ranks: list[list[dict[str, Any]]])
 def test_the_third_in_a_row_stops_the_run_with_the_names_of_tensors(ranks: list[list[dict[str, Any]]]) -> None:
     data_parallel, pipeline = ranks
     for rank in (*data_parallel, *pipeline):
-        assert rank["error"].startswith("3 updates in a row had no finite gradient norm, the last nan; on this rank ")
+        assert rank["error"].startswith("3 updates in a row had no finite gradient norm (the last: nan); on this rank ")
     assert "embedding.word_embeddings.weight" in data_parallel[1]["error"]
     assert "embedding.word_embeddings.weight" in pipeline[0]["error"]
     assert "decoder.layers.0.self_attention.linear_qkv.weight" in pipeline[1]["error"]

@@ -1,4 +1,4 @@
-"""Parts of a model leave the device and come back: the same training, and no byte moved that need not be."""
+"""Parts of a model move off the device and back: training is the same, and no unnecessary byte is copied."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Case:
 
 
 def plain(case: Case) -> dict[str, Any]:
-    """Three steps, the log-probs before and after them, and a fourth step, with everything where it is."""
+    """Three steps, the log-probs before and after them, and a fourth step, without any offload."""
     with model_parallel(case.layout, seed=1) as groups:
         engine = build(case.model, case.layout, groups, dtype=case.dtype)
         before = log_probs(engine)
@@ -50,7 +50,7 @@ def plain(case: Case) -> dict[str, Any]:
 
 
 def untrained(case: Case) -> dict[str, Any]:
-    """A model without an optimizer leaves and comes back."""
+    """Offload and reload a model without an optimizer."""
     with model_parallel(case.layout, seed=1) as groups:
         engine = build(case.model, case.layout, groups, dtype=case.dtype, trained=False)
         before = dict(engine.memory.device_bytes)
@@ -63,7 +63,7 @@ def untrained(case: Case) -> dict[str, Any]:
 
 
 def moving(case: Case) -> dict[str, Any]:
-    """The same with parts that come and go between any two calls; what was on the way, and what was refused."""
+    """The same with offloads and reloads between all calls. Also return the copies and the errors."""
     found: dict[str, Any] = {"dtype": case.dtype, "steps": [], "bytes": []}
     with model_parallel(case.layout, seed=1) as groups:
         engine = build(case.model, case.layout, groups, dtype=case.dtype)
@@ -116,7 +116,7 @@ def each_way(cases: list[Case]) -> Ways:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Ways:
-    """What each of two ranks found in each case, each way."""
+    """Results of the two ranks for each case and method."""
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
     directory = tmp_path_factory.mktemp("offload")
@@ -180,10 +180,10 @@ def test_nothing_stays_on_the_device_and_nothing_is_moved_twice(found: Ways) -> 
 def test_what_cannot_work_is_refused(found: Ways) -> None:
     for _, moved, other in found:
         assert moved["refused"] == [
-            "the model's parameters left the device",
-            "the model's parameters left the device",
-            "another model's weights are in place: nothing can be trained before they are gone",
-            "another model's weights are in place: nothing can be offloaded before they are gone",
+            "the model's parameters are not on the device",
+            "the model's parameters are not on the device",
+            "another model's weights are loaded: nothing can be trained until they are removed",
+            "another model's weights are loaded: nothing can be offloaded until they are removed",
         ]
         assert other["refused"] == [
             "this engine is not trained: it has no gradients",
@@ -355,7 +355,7 @@ def test_a_c_library_without_a_trim_is_no_error(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of CUDA, and what is released, in order."""
+    """Calls of CUDA and releases of memory, in order."""
     noted: list[str] = []
     for name in CALLS:
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: noted.append(name))
@@ -370,7 +370,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def memory_on_gpu() -> DeviceMemory:
-    """Of a model with an optimizer, which says of itself that it is on a GPU."""
+    """Return the memory of a model with an optimizer that claims to be on a GPU."""
     buffer = SimpleNamespace(param_data=torch.ones(40), grad_data=torch.ones(40))
     optimizer: Any = SimpleNamespace(buffers=[buffer], state_tensors=lambda: [torch.ones(80)])
     memory = DeviceMemory([], optimizer, torch.device("cpu"))

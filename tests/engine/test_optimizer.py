@@ -1,4 +1,4 @@
-"""Steps of a real optimizer on one rank: what it reports and applies, and what of it comes back from a checkpoint."""
+"""Steps of a real optimizer on one rank: its reports, its updates, and its state after a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Found = dict[str, Any]
 def make(
     path: str, groups: ParallelGroups, *, dtype: Literal["float32", "bfloat16"] = "float32", **settings: Any
 ) -> Optimizer:
-    """The optimizer of an engine with these settings."""
+    """Return the optimizer of an engine with these settings."""
     return of(make_engine(path, groups, dtype=dtype, **settings))
 
 
@@ -52,7 +52,7 @@ def of(engine: MegatronEngine) -> Optimizer:
 
 
 def nothing(batch: LossInput) -> LossOutput:
-    """A loss whose gradient is zero everywhere."""
+    """Return a loss whose gradient is zero everywhere."""
     output = negative_score(batch)
     return LossOutput(output.loss * 0, output.reports)
 
@@ -63,7 +63,7 @@ def nan(batch: LossInput) -> LossOutput:
 
 
 def states(engine: MegatronEngine) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """What the optimizer owns of each parameter, by its name."""
+    """Yield the optimizer's state of each parameter, by name."""
     for model in engine.models:
         for name, parameter in model.named_parameters():
             owned = of(engine).owned(parameter)
@@ -84,7 +84,7 @@ def adam_steps(engine: MegatronEngine) -> list[float]:
 
 
 def going_on(path: str, directory: Path, groups: ParallelGroups) -> Found:
-    """A run with a schedule beside the same run that is saved and resumed twice, and resumed into what ran further."""
+    """A run with a schedule; the same run saved and resumed twice; and the same saved state loaded by a later run."""
 
     def rate_and_steps(engine: MegatronEngine, num: int) -> list[tuple[float, float, float]]:
         return [(of(engine).learning_rate / PEAK, *step(engine)) for _ in range(num)]
@@ -99,7 +99,7 @@ def going_on(path: str, directory: Path, groups: ParallelGroups) -> Found:
     after_load = (of(twice).learning_rate / PEAK, of(twice).num_steps, adam_steps(twice))
     middle = rate_and_steps(twice, 2)
     checkpoint.save(twice, directory / "second", {"n": 2})
-    extra = checkpoint.load(once, directory / "second")  # into an engine that stands elsewhere
+    extra = checkpoint.load(once, directory / "second")  # into an engine at another step
     after_second = (of(once).learning_rate / PEAK, of(once).num_steps, adam_steps(once))
     last = rate_and_steps(once, len(RATES) - NUM_BEFORE - 2)
     checkpoint.load(engine, directory / "first")  # back, from the end
@@ -114,7 +114,7 @@ def going_on(path: str, directory: Path, groups: ParallelGroups) -> Found:
 
 
 def from_the_start(path: str, directory: Path, groups: ParallelGroups) -> Found:
-    """The checkpoint of an engine that has done nothing, loaded into one that has."""
+    """Load the checkpoint of an engine before its first step into an engine that has trained."""
     fresh = build(path, ParallelConfig(), groups, schedule=SCHEDULE)
     checkpoint.save(fresh, directory / "start", {})
     expected = [step(fresh) for _ in range(3)]
@@ -126,7 +126,7 @@ def from_the_start(path: str, directory: Path, groups: ParallelGroups) -> Found:
 
 
 def skipping(path: str, directory: Path, groups: ParallelGroups) -> Found:
-    """Skips before and after a checkpoint: they are counted on, and the schedule waits."""
+    """Skip steps before and after a checkpoint: the count continues, and the schedule waits."""
     engine = build(path, ParallelConfig(), groups, schedule=SCHEDULE)
     step(engine)
     outcomes = [engine.update(*share(engine), nan, ScoreRequest())[1]]
@@ -147,7 +147,7 @@ def skipping(path: str, directory: Path, groups: ParallelGroups) -> Found:
 
 
 def clipping(path: str, groups: ParallelGroups) -> Found:
-    """First moments after one step, whose size is a tenth of the gradient's that was applied."""
+    """First moments after one step; their size is a tenth of the applied gradient's."""
     found: Found = {}
     for clip in (0.0, 0.5, 1e6):
         engine = make_engine(path, groups, optimizer={"lr": PEAK, "clip_grad": clip})
@@ -157,7 +157,7 @@ def clipping(path: str, groups: ParallelGroups) -> Found:
 
 
 def decaying(path: str, groups: ParallelGroups) -> dict[str, float]:
-    """Of each parameter by how much one step without a gradient made it smaller."""
+    """Return by how much one step without a gradient reduced each parameter."""
     engine = make_engine(path, groups, optimizer={"lr": PEAK, "weight_decay": 0.25})
     before = {name: parameter.detach().clone() for name, parameter in engine.models[0].named_parameters()}
     step(engine, nothing)
@@ -166,7 +166,7 @@ def decaying(path: str, groups: ParallelGroups) -> dict[str, float]:
 
 
 def adding_up(path: str, groups: ParallelGroups) -> Found:
-    """Gradients of calls are added, an update begins without any, and rates are those of the step."""
+    """Gradients of several calls are added, an update starts with none, and rates are those of the step."""
     engine = make_engine(path, groups, schedule=SCHEDULE)
     optimizer = of(engine)
     (rows, micro_batches), request = share(engine), ScoreRequest()
@@ -187,7 +187,7 @@ def adding_up(path: str, groups: ParallelGroups) -> Found:
 
 
 def in_bfloat16(path: str, groups: ParallelGroups) -> Found:
-    """Float32 weights and two moments of every element, and the model's own are their rounding."""
+    """Float32 weights and two moments of every element; the model's own weights are their rounding."""
     engine = make_engine(path, groups, dtype="bfloat16")
     num_elements = sum(parameter.numel() for parameter in engine.models[0].parameters())
     before = sum(tensor.numel() for tensor in of(engine).state_tensors())
@@ -223,7 +223,7 @@ def refused(path: str, groups: ParallelGroups) -> list[str]:
 def everything(path: str, directory: str) -> Found:
     with model_parallel(ParallelConfig(), seed=1) as groups:
         return {
-            "going on": going_on(path, Path(directory), groups),
+            "schedule": going_on(path, Path(directory), groups),
             "from the start": from_the_start(path, Path(directory), groups),
             "skipping": skipping(path, Path(directory), groups),
             "clipping": clipping(path, groups),
@@ -236,7 +236,7 @@ def everything(path: str, directory: str) -> Found:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """All that one rank saw."""
+    """All results of one rank."""
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
     directory = tmp_path_factory.mktemp("optimizer")
@@ -249,7 +249,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def test_a_schedule_goes_on_from_where_a_checkpoint_was_saved(found: Found) -> None:
-    run = found["going on"]
+    run = found["schedule"]
     assert [rate for rate, *_ in run["whole"]] == pytest.approx(RATES, abs=1e-6)
     assert [each for part in run["resumed"] for each in part] == run["whole"]
     assert run["again"] == run["whole"][NUM_BEFORE : NUM_BEFORE + 2]
@@ -257,7 +257,7 @@ def test_a_schedule_goes_on_from_where_a_checkpoint_was_saved(found: Found) -> N
 
 
 def test_the_rate_and_the_number_of_steps_are_right_before_the_next_step(found: Found) -> None:
-    first, second, back = found["going on"]["states"]
+    first, second, back = found["schedule"]["states"]
     assert first == (pytest.approx(RATES[NUM_BEFORE]), NUM_BEFORE, [NUM_BEFORE])
     assert second == (pytest.approx(RATES[NUM_BEFORE + 2]), NUM_BEFORE + 2, [NUM_BEFORE + 2])
     assert back == first

@@ -1,4 +1,4 @@
-"""Rows packed into a micro-batch, cut among ranks, and put back: no token is lost, moved or scored twice."""
+"""Rows are packed into a micro-batch, split among ranks, and restored: no token is lost, moved or scored twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def rows_of(lengths: list[int], responses: list[int], before: bool = True) -> TokenRows:
-    """Tokens that no two places share, and a column that says which response token it is of."""
+    """Return rows whose tokens are all different, and a column with the index of each response token."""
     column = torch.arange(sum(responses)) * 10
     tokens = torch.arange(100, 100 + sum(lengths))
     return TokenRows(tokens, np.array(lengths, np.int64), np.array(responses, np.int64), {"number": column}, before)
@@ -146,10 +146,16 @@ def test_values_of_micro_batches_come_back_in_row_order(cut_into: list[list[int]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": torch.zeros(8)}, "3 rows of 9 tokens together meet 8 tokens and 3 response lengths"),
-        ({"response_lengths": np.array([1, 3])}, "3 rows of 9 tokens together meet 9 tokens and 2 response lengths"),
-        ({"response_lengths": np.array([1, 4, 1])}, "row 1 has 4 response tokens among 4"),
-        ({"response_lengths": np.array([1, 3, -1])}, "row 2 has -1 response tokens among 3"),
+        (
+            {"tokens": torch.zeros(8)},
+            "3 rows have 9 tokens by their lengths, but there are 8 tokens and 3 response lengths",
+        ),
+        (
+            {"response_lengths": np.array([1, 3])},
+            "3 rows have 9 tokens by their lengths, but there are 9 tokens and 2 response lengths",
+        ),
+        ({"response_lengths": np.array([1, 4, 1])}, "row 1 has 4 response tokens, but 4 tokens in total"),
+        ({"response_lengths": np.array([1, 3, -1])}, "row 2 has -1 response tokens, but 3 tokens in total"),
         ({"columns": {"kl": torch.zeros(5)}}, "column `kl` has 5 values for 6 response tokens"),
         ({"columns": {"kl": torch.zeros(9)}}, "column `kl` has 9 values for 6 response tokens"),
     ],

@@ -1,4 +1,4 @@
-"""Which device a rank computes on; what Megatron makes of the groups, the tests of the engine show."""
+"""The device of each rank. Megatron's groups are covered by the tests of the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrl.engine.parallel import model_parallel, take_device
 def test_each_rank_has_a_gpu_of_its_own_also_where_it_sees_that_one_alone(
     local_rank: int, visible: int, taken: int
 ) -> None:
-    """CUDA itself is mocked: there is none where this runs."""
+    """CUDA is mocked, because these tests run without it."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "device_count", return_value=visible),

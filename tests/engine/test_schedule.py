@@ -1,4 +1,4 @@
-"""The learning rate of every update, by real Megatron."""
+"""The learning rate of every update, computed by the real Megatron."""
 
 from __future__ import annotations
 

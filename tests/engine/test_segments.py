@@ -1,4 +1,4 @@
-"""Who sees whom in a packed micro-batch, place by place against the rule: one's own row, up to oneself, in reach."""
+"""Attention in a packed micro-batch: each token sees its own row, up to itself, within the window."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def places_here(stored: np.ndarray, cut: SequenceSharding) -> np.ndarray:
 
 
 def seen_in(block: Block) -> dict[int, list[int]]:
-    """The keys of each real query, both by their places."""
+    """Return the keys of each real query, both by position."""
     seen: dict[int, list[int]] = {}
     num_queries, num_keys = block.query_BS.shape[1], block.key_BS.shape[1]
     for kept in block.kept.tolist():

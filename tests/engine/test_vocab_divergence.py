@@ -1,4 +1,4 @@
-"""Divergences from tiles of the vocabulary equal those of whole distributions, gradients too, on one rank or many."""
+"""Divergences computed in vocabulary tiles equal those of whole distributions, gradients too, on one rank or many."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Case:
-    """Inputs in float64, and what whole distributions say of them."""
+    """Inputs in float64, and results from whole distributions."""
 
     def __init__(self, temperature: float = 0.7, scale: float = 1.0) -> None:
         chance = torch.Generator().manual_seed(0)
@@ -37,7 +37,7 @@ class Case:
         return torch.log_softmax((hidden @ weight.t())[:, :VOCAB] / self.temperature, dim=1)
 
     def expected(self, beta: float, k: int | None) -> Results:
-        """By the definition, over the vocabulary or over k tokens and the rest; then gradients by autograd."""
+        """Compute the definition, over the vocabulary or over k tokens and the rest; then gradients by autograd."""
         hidden, weight = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
         student, teacher = self.log_probs(hidden, weight), self.log_probs(self.teacher_hidden, self.teacher_weight)
         mass = torch.ones(T, dtype=torch.float64)
@@ -67,7 +67,7 @@ class Case:
 
 
 def coarse(log_probs: Tensor, ids: Tensor) -> Tensor:
-    """Of these tokens, and of all others together where there are any."""
+    """Return log-probs of these tokens, and of all others together if there are any."""
     chosen, others = log_probs.gather(1, ids), log_probs.scatter(1, ids, -torch.inf)
     return chosen if ids.shape[1] == VOCAB else torch.cat([chosen, others.logsumexp(1, keepdim=True)], 1)
 
@@ -99,7 +99,7 @@ def test_gradients_against_finite_differences(beta: float, k: int | None) -> Non
 @pytest.mark.parametrize("k", [None, K, VOCAB])
 @pytest.mark.parametrize("beta", BETAS)
 def test_who_equals_the_teacher_has_nothing_to_learn(beta: float, k: int | None) -> None:
-    """Neither a loss nor a gradient; and the likeliest tokens alone never say more than all of them."""
+    """Loss and gradient are zero. A divergence over the likeliest tokens is never larger than over all."""
     case = Case()
     apart = case.found(beta, k, case.options())
     assert (apart[0] >= 0).all()
@@ -110,7 +110,7 @@ def test_who_equals_the_teacher_has_nothing_to_learn(beta: float, k: int | None)
 
 
 def test_a_student_that_is_surer_than_the_teacher_of_its_likeliest_still_learns() -> None:
-    """Without the rest this forward KL is negative, and who holds it at 0 takes its gradient away."""
+    """Without the remaining tokens this forward KL is negative, and clamping it at 0 would remove its gradient."""
     weight = torch.eye(3, dtype=torch.float64)
     student = torch.tensor([[4.0, 4.0, 0.0]], dtype=torch.float64).requires_grad_()
     options = HeadOptions(3, 1.0, "none", None)
@@ -126,7 +126,7 @@ def test_a_student_that_is_surer_than_the_teacher_of_its_likeliest_still_learns(
 
 
 def test_the_rest_is_found_where_it_is_lost_in_rounding() -> None:
-    """In float32 1 - P of a teacher that is sure to 1e-9 is 0."""
+    """In float32, 1 - P is 0 for a teacher that is certain to within 1e-9."""
     hidden = torch.tensor([[20.7, 0.0, 0.0, 0.0]])
     teacher = likeliest_tokens(hidden, torch.eye(4), 1, HeadOptions(4, 1.0, "none", None))
     exact = torch.log_softmax(hidden.double(), 1)[0, 1:].logsumexp(0)
@@ -153,7 +153,7 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_no_matrix_of_all_logits_ever_stands(backward: bool) -> None:
-    """The largest tensor that is made has the columns of one tile."""
+    """The largest tensor has the columns of one tile."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):

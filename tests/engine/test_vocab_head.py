@@ -1,4 +1,4 @@
-"""Log-probs and entropies from tiles of the vocabulary equal plain log_softmax, gradients too, on one rank or many."""
+"""Log-probs and entropies computed in vocabulary tiles equal log_softmax, gradients too, on one rank or many."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Results = dict[str, Tensor]
 
 
 class Case:
-    """Inputs in float64, and what log_softmax makes of them."""
+    """Inputs in float64, and results of log_softmax."""
 
     def __init__(self, temperature: float = 0.7, seed: int = 0, scale: float = 1.0) -> None:
         chance = torch.Generator().manual_seed(seed)
@@ -59,7 +59,7 @@ class Case:
 
 
 def worst(found: Results, expected: Results) -> float:
-    """The largest difference anywhere; what was not found counts as equal."""
+    """Return the largest difference. Results that were not computed count as equal."""
     return max((tensor.double() - expected[name]).abs().max().item() for name, tensor in found.items())
 
 
@@ -136,7 +136,7 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize("label", [-1, -100, VOCAB, V - 1, V])
 def test_a_label_that_is_no_token_has_no_chance(label: int) -> None:
-    """Neither another token's log-prob nor a padded column's: it must be seen."""
+    """Another token's log-prob, or a padding column's, would hide the error."""
     case = Case()
     case.labels[3] = label
     log_probs, _ = token_log_probs(case.hidden, case.weight, case.labels, case.options(tile_columns=7))
@@ -145,14 +145,14 @@ def test_a_label_that_is_no_token_has_no_chance(label: int) -> None:
 
 
 def tied() -> Case:
-    """Whole numbers, whose products are exact: many a place has several tokens that are likeliest."""
+    """Return integers, whose products are exact: many positions have several likeliest tokens."""
     case = Case()
     case.hidden, case.weight = case.hidden.sign(), case.weight.sign()
     return case
 
 
 def greedy_of(case: Case, vocab: int = VOCAB) -> list[int]:
-    """The first of the likeliest tokens of each place, with Python's own maximum."""
+    """Return the first of the likeliest tokens of each position, by Python's own maximum."""
     logits = (case.hidden @ case.weight.t())[:, :vocab].tolist()
     return [of_place.index(max(of_place)) for of_place in logits]
 
@@ -196,7 +196,7 @@ def test_float32_keeps_float32_precision() -> None:
 
 
 def rounded_to_bfloat16() -> Case:
-    """A case whose inputs are bfloat16 numbers, so that only the computation can differ."""
+    """Return a case whose inputs are exact in bfloat16, so that only the computation can differ."""
     case = Case()
     case.hidden, case.weight = (x.to(torch.bfloat16).double() for x in (case.hidden, case.weight))
     return case
@@ -216,7 +216,7 @@ def test_bfloat16_is_computed_in_float32() -> None:
 
 
 def test_bfloat16_products_added_up_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU does: operands stay bfloat16. Its matrix product is stood in for by one of float32."""
+    """As on a GPU: operands stay bfloat16. A float32 product replaces its matrix product."""
 
     def mm(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
         assert left.dtype == right.dtype == torch.bfloat16
@@ -255,7 +255,7 @@ def skip_last_tile(tiles: vocab_head.Tiles) -> Iterator[slice]:
 
 
 def test_faults_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of these has been somebody's silent bug; the comparison above tells it by far more than its tolerance."""
+    """All of these faults have occurred in real code. Each exceeds the tolerance of the comparison by far."""
     case = Case()
     expected = case.expected()
     faults = {
@@ -270,7 +270,7 @@ def test_faults_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _rank(rank: int, folder: str) -> None:
-    """One of four: compares its part of the results for tp 4 and for two groups of tp 2."""
+    """One of four ranks: compare its part of the results for tp 4 and for two groups of tp 2."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=120))
@@ -301,7 +301,7 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def test_tensor_parallel_ranks_get_what_one_rank_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last ranks hold nothing but padding."""
+    """Includes sizes where the last ranks hold only padding."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     mp.start_processes(_rank, args=(str(tmp_path),), nprocs=4, start_method="fork")
     assert len(list(tmp_path.glob("*.done"))) == 4

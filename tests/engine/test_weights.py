@@ -1,4 +1,4 @@
-"""Weights of a model's files that are no numbers."""
+"""Non-finite weights in a model's files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models.tiny_models import make_tiny
 
 
 def loaded(path: str) -> list[str]:
-    """What is said of each model below a directory when it is loaded."""
+    """Return the error of each model in a directory."""
     said = []
     with model_parallel(ParallelConfig(), seed=1) as groups:
         for model in sorted(Path(path).iterdir()):

@@ -34,7 +34,7 @@ def build(
     trained: bool = True,
     schedule: ScheduleConfig | None = None,
 ) -> MegatronEngine:
-    """An engine with the weights of a tiny model."""
+    """Build an engine with the weights of a tiny model."""
     settings = MegatronModelConfig(parallel=layout, dtype=dtype, max_tokens_per_device=64)
     if trained:
         settings = TrainedModelConfig(
@@ -50,7 +50,7 @@ def build(
 
 
 def share(engine: MegatronEngine) -> tuple[TokenRows, list[Rows]]:
-    """This data-parallel rank's rows in micro-batches of two (of one where it has only two)."""
+    """Return this data-parallel rank's rows in micro-batches of two (of one if it has only two)."""
     tokens = torch.randint(0, VOCAB, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(7))
     rows = TokenRows(tokens, LENGTHS, LENGTHS - 2, {})
     mine = np.arange(engine.groups.at.dp, len(LENGTHS), engine.groups.mesh.dp)
@@ -58,7 +58,7 @@ def share(engine: MegatronEngine) -> tuple[TokenRows, list[Rows]]:
 
 
 def negative_score(batch: LossInput) -> LossOutput:
-    """Minus the sum of all log-probs or values."""
+    """Return the negative sum of all log-probs or values."""
     scores = batch.scores
     scores_T = scores.values_T if scores.log_probs_T is None else scores.log_probs_T
     assert scores_T is not None, "a model gives log-probs or values"
@@ -67,26 +67,26 @@ def negative_score(batch: LossInput) -> LossOutput:
 
 
 def step(engine: MegatronEngine, loss: LossFunction = negative_score) -> tuple[float, float]:
-    """One update: this rank's part of the loss, and the gradient norm."""
+    """Run one update. Return this rank's part of the loss, and the gradient norm."""
     reports, outcome = engine.update(*share(engine), loss, ScoreRequest())
     speaks = engine.groups.mesh.is_output_rank(engine.groups.at.rank)
     return reports["loss"] if speaks else 0.0, outcome.grad_norm
 
 
 def log_probs(engine: MegatronEngine) -> list[float]:
-    """Of this rank's rows; nothing where it is not on the last stage."""
+    """Return results of this rank's rows, or nothing if it is not on the last stage."""
     scores = engine.forward(*share(engine), ScoreRequest())
     return [] if scores is None or scores.log_probs_T is None else scores.log_probs_T.tolist()
 
 
 def whole_losses(ranks: list[Any]) -> list[float]:
-    """The losses of the whole batch, step by step, from what each rank's steps gave."""
+    """Combine the steps of all ranks into losses of the whole batch."""
     return [sum(loss for loss, _ in steps) for steps in zip(*ranks, strict=True)]
 
 
 @contextmanager
 def on_host(memory: DeviceMemory, *names: PartName) -> Iterator[None]:
-    """Those parts leave the device for the time of the block; what was away before stays away."""
+    """Offload these parts for the duration of the block. Parts that are offloaded already stay so."""
     leaving = [name for name in names if memory.device_bytes.get(name)]
     memory.offload(*leaving)
     yield
@@ -94,7 +94,7 @@ def on_host(memory: DeviceMemory, *names: PartName) -> Iterator[None]:
 
 
 def refusal(action: Callable[[], object]) -> str:
-    """What the engine says as it refuses; nothing where it does not."""
+    """Return the engine's error, or an empty text."""
     try:
         action()
     except EngineError as error:

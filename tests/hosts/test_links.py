@@ -51,13 +51,13 @@ def test_pairs_of_hosts_that_do_not_reach_each_other_are_named(tmp_path: Path, m
             said = three[0].mrl("check", str(config), cluster, cwd=tmp_path, code=2)
             refused = three[0].mrl("train", str(config), cluster, cwd=tmp_path, code=1)
     expected = [
-        "node2 does not reach node1 at 127.0.0.1 (lo): Connection refused",
-        "node2 does not reach node3 at 10.77.0.3 (ens7): No route to host",
-        "node3 does not reach node1 at 127.0.0.1 (lo): Connection refused",
-        "node3 does not reach node2 at 10.77.0.2 (eth0): no answer within 5 s",
+        "node2 cannot reach node1 at 127.0.0.1 (lo): Connection refused",
+        "node2 cannot reach node3 at 10.77.0.3 (ens7): No route to host",
+        "node3 cannot reach node1 at 127.0.0.1 (lo): Connection refused",
+        "node3 cannot reach node2 at 10.77.0.2 (eth0): no answer within 5 s",
     ]
     assert re.findall(r"fail +network: (.*)", said) == expected
-    assert "let TCP through between these nodes" in said
-    assert re.findall(r"node\d does not reach .*", refused) == expected
+    assert "open TCP between these nodes" in said
+    assert re.findall(r"node\d cannot reach .*", refused) == expected
     events = [record.event for record in read_events(tmp_path / "runs" / "run" / "events.jsonl")]
     assert not [event for event in events if isinstance(event, WorkersStarted)], "it did not come to that"

@@ -1,4 +1,4 @@
-"""What a run prints, on a terminal and elsewhere."""
+"""Output of a run on a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_elsewhere_one_aligned_line_per_step() -> None:
 
 
 class Disk(io.StringIO):
-    """Takes nothing while it is full."""
+    """Rejects writes while it is full."""
 
     is_full = False
 
@@ -60,7 +60,7 @@ def test_a_reader_that_is_gone_ends_nothing() -> None:
         console.print("a line")
         console.step(1, {"critic/score/mean": 0.25})
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, write)  # closing writes what is left
+        os.dup2(nowhere, write)  # closing flushes the buffer
 
 
 def test_a_terminal_has_a_panel_beneath_the_lines() -> None:
@@ -95,7 +95,7 @@ def test_the_panel_gives_way_to_what_is_said_and_shows_progress(monkeypatch: pyt
 
 
 def drawn(stream: Terminal) -> list[str]:
-    """The lines of the panel as it was drawn last."""
+    """Return the lines of the last drawn panel."""
     return stream.getvalue().rpartition("\x1b[?7l")[2].removesuffix("\x1b[?7h").splitlines()
 
 

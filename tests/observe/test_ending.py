@@ -1,4 +1,4 @@
-"""How a run ended, read from its directory alone."""
+"""How a run ended, according to its directory alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(directory: Path, *events: RunStarted | RunEnded | PhaseBegin) -> None:
         (RunEnded("done", "", 3), "done"),
         (RunEnded("stopped", "SIGTERM", 2), "stopped and saved after step 2: SIGTERM"),
         (RunEnded("failed", "disk full\n  fix: free space\n", 1), "failed after step 1: disk full\n  fix: free space"),
-        (None, "killed without a word: the last event is phase_begin, of "),
+        (None, "killed without a message: the last event is phase_begin, at "),
     ],
 )
 def test_the_ending_is_that_of_the_last_attempt(ended: RunEnded | None, described: str, tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_run_whose_directory_is_held_is_running(tmp_path: Path) -> None:
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert describe_ending(tmp_path) == "running"
     os.close(lock)
-    assert describe_ending(tmp_path).startswith("killed without a word")
+    assert describe_ending(tmp_path).startswith("killed without a message")
 
 
 def test_report_and_show_print_how_a_run_failed_before_its_first_step(

@@ -1,4 +1,4 @@
-"""What a run wrote down, damaged: figures, events, and the report of them."""
+"""Damaged files of a run: metrics, events, and the report of them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LINES = [
     for step in range(1, 30)
 ]
 FOREIGN = {"mark", "script", "i", "u"}
-"""What no page has of itself."""
+"""Tags that no page has by itself."""
 
 
 class Page(HTMLParser):
-    """Which tags a page has."""
+    """Parses the tags of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def test_a_line_cut_short_by_a_crash_is_left_out_and_a_bad_one_is_an_error(tmp_p
     path.write_text('{"step": 1}\n{"step": 2, "a"')
     assert read_metrics(path) == [{"step": 1}]
     path.write_text('{"step": 1}\nnonsense\n')
-    with pytest.raises(MrlError, match=r"metrics\.jsonl:2: not a line of metrics"):
+    with pytest.raises(MrlError, match=r"metrics\.jsonl:2: this is not a line of metrics"):
         read_metrics(path)
 
 
@@ -45,7 +45,7 @@ def test_a_line_cut_short_by_a_crash_is_left_out_and_a_bad_one_is_an_error(tmp_p
 def test_a_line_of_anything_else_is_named(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "x": null}\n' + line + b'\n{"step": 2}\n')
-    with pytest.raises(MrlError, match=r"metrics\.jsonl:2: not a line of metrics"):
+    with pytest.raises(MrlError, match=r"metrics\.jsonl:2: this is not a line of metrics"):
         read_metrics(path)
 
 

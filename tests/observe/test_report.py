@@ -1,4 +1,4 @@
-"""The report: one file, whatever a model wrote in it is text, and findings come with their figures."""
+"""The report: one file, a model's output in it is escaped, and findings include their figures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_run_without_steps_has_a_report() -> None:
 def test_phases_add_up_to_the_step() -> None:
     page = render_report("run", [line(step) for step in range(1, 11)], {}, "")
     assert "rollout: 75.0 %" in page
-    assert "nothing of these: 25.0 %" in page
+    assert "other: 25.0 %" in page
 
 
 def test_a_healthy_run_has_no_findings() -> None:
@@ -77,8 +77,8 @@ def test_what_never_changes_is_named_and_not_drawn() -> None:
     page = render_report("run", lines, {}, "")
     assert "<figcaption>score: 1.5</figcaption>" in page
     assert "<figcaption>KL to the reference" not in page
-    assert "The same in every step: KL to the reference 0." in page
-    assert "explained variance" not in page, "nobody measured it"
+    assert "Equal in every step: KL to the reference 0." in page
+    assert "explained variance" not in page, "it was not measured"
 
 
 def test_validation_is_drawn_where_it_was_measured() -> None:

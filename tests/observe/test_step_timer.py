@@ -1,4 +1,4 @@
-"""Where the seconds of a step go: phases add up, each lap begins anew, and the log has every phase."""
+"""Durations within a step: phases add up, each lap starts at zero, and the log has every phase."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.observe.metrics import StepTimer
 
 
 class Watch:
-    """Stands still until it is set."""
+    """A clock that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0

@@ -1,4 +1,4 @@
-"""Trackers beside `metrics.jsonl`: they get every finite figure, and whatever they do, the run goes on."""
+"""Trackers in addition to `metrics.jsonl`: they get every finite metric, and their failures never stop the run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mrl.observe.trackers import TrackerThread, open_trackers
 
 
 class Service:
-    """A service that fails as its run is named."""
+    """A service whose behavior depends on the name of the run."""
 
     def __init__(self, run: str, directory: Path, config: Mapping[str, Any], step: int) -> None:
         if run == "down":
-            raise ConnectionError("nobody answers")
+            raise ConnectionError("connection refused")
         self.run, self.taken, self.is_closed = run, config["taken"], config["closed"]
         self.gate: threading.Event = config["gate"]
 
@@ -61,17 +61,19 @@ def test_a_service_that_is_down_costs_a_warning(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         tracker.log(step, {"score": 0.5})
     name = f"{__name__}:Service"
-    why = "it does not start: ConnectionError: nobody answers"
-    assert tracker.close() == f"{name}: the figures of 3 steps did not arrive ({why})"
-    assert tracker.news() == f"{name}: {why}; the run goes on, metrics.jsonl has every figure"
-    assert tracker.news() == "", "said once"
+    why = "it failed to start: ConnectionError: connection refused"
+    assert tracker.close() == f"{name}: the metrics of 3 steps were not delivered ({why})"
+    assert tracker.news() == f"{name}: {why}; the run continues, and metrics.jsonl has all metrics"
+    assert tracker.news() == "", "reported once"
 
 
 def test_what_a_service_refuses_is_counted(tmp_path: Path) -> None:
     tracker, seen = begin("raising", tmp_path)
     for step in range(1, 6):
         tracker.log(step, {"score": 0.5})
-    assert "the figures of 3 steps did not arrive (step 1 was refused: OSError: [Errno 28] No space" in tracker.close()
+    assert (
+        "the metrics of 3 steps were not delivered (step 1 was refused: OSError: [Errno 28] No space" in tracker.close()
+    )
     assert [step for step, _ in seen["taken"]] == [2, 4], "the others arrive"
     assert seen["closed"].is_set()
 
@@ -84,17 +86,17 @@ def test_a_slow_service_delays_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         tracker.log(step, {"score": 0.5})
     said = tracker.close(limit_s=0.2)
     assert time.monotonic() - began < 5
-    assert "4 steps wait for it already" in said
-    assert "after 0.2 s it had not ended" in said
-    num_lost = int(said.partition("the figures of ")[2].split()[0])
-    assert num_lost in (9, 10), "all but the one that it works at, if it has begun"
+    assert "4 steps are waiting already" in said
+    assert "it had not ended after 0.2 s" in said
+    num_lost = int(said.partition("the metrics of ")[2].split()[0])
+    assert num_lost in (9, 10), "all except the current one, if it has started"
     seen["gate"].set()
 
 
 def test_one_that_does_not_close_is_reported(tmp_path: Path) -> None:
     tracker, seen = begin("unclosable", tmp_path)
     tracker.log(1, {"score": 0.5})
-    assert "it does not close: RuntimeError: not now" in tracker.close()
+    assert "it failed to close: RuntimeError: not now" in tracker.close()
     assert len(seen["taken"]) == 1
 
 
@@ -113,7 +115,7 @@ def test_a_tracker_that_is_not_installed(name: str, tmp_path: Path, monkeypatch:
 
 
 def delivered(name: str, tmp_path: Path) -> None:
-    """Two runs of one name, the second of which goes on where the first was stopped."""
+    """Log two runs of one name; the second resumes where the first was stopped."""
     for first in (1, 3):
         (tracker,) = open_trackers([name], "run", tmp_path, {"actor": {"lr": 1.0}}, first)
         for step in (first, first + 1):

@@ -1,4 +1,4 @@
-"""Batches on disk come back as they were; a damaged file is an error that says so."""
+"""Batches are read back from disk unchanged, and a damaged file raises an error."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_file_that_is_damaged_anywhere_is_refused(tmp_path: Path) -> None:
 
 def test_missing_file_and_directory_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(WireError, match="the batch cannot be read"):
+        with pytest.raises(WireError, match="cannot read the batch"):
             DataProto.load_from_disk(path)
-    with pytest.raises(BatchError, match="cannot be written"):
+    with pytest.raises(BatchError, match="cannot write"):
         make_batch().save_to_disk(tmp_path / "none" / "batch")
 
 
@@ -62,5 +62,5 @@ def test_meta_info_that_would_change_on_disk_is_refused(value: object, tmp_path:
 
 
 def test_stored_column_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(BatchError, match=r"column `responses` is not here .* cannot be written\n  fix: fetch"):
+    with pytest.raises(BatchError, match=r"column `responses` is not local .* cannot be written\n  fix: fetch"):
         stored(make_batch(), "responses", "p").save_to_disk(tmp_path / "batch")

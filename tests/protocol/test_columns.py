@@ -1,4 +1,4 @@
-"""Edges of columns: 32-bit ids, views and copies, slices, empty rows, and what rows of several parts are taken from."""
+"""Edge cases of columns: 32-bit ids, views and copies, slices, empty rows, and rows from several parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_ids_up_to_the_edge_of_32_bits_are_kept(value: int) -> None:
     assert column.values.dtype == torch.int32
     assert rows(column) == [[1, value], []]
     beyond = value + (1 if value > 0 else -1)
-    with pytest.raises(BatchError, match=rf"column `ids` holds {abs(beyond)}, which does not fit"):
+    with pytest.raises(BatchError, match=rf"column `ids` contains {abs(beyond)}, which exceeds"):
         compact(from_rows([torch.tensor([beyond])]), "ids")
 
 
@@ -130,7 +130,7 @@ def test_what_is_said_about_a_batch_stays_with_its_pieces() -> None:
     pieces = [batch.take([1]), batch.take([3, 2, 1, 0]), batch.select("x"), *batch.split([1, 3]), batch.repeat(2)]
     assert all(piece.meta_info == {"step": 3} for piece in pieces)
     pieces[0].meta_info["step"] = 4
-    assert batch.meta_info == {"step": 3}, "a piece has words of its own"
+    assert batch.meta_info == {"step": 3}, "each piece has its own dictionary"
     assert [piece.row_ids.tolist() for piece in batch.chunk(3)] == [[9, 7], [5], [3]]
     assert batch.repeat(2).row_ids.tolist() == [18, 19, 14, 15, 10, 11, 6, 7]
     popped = DataProto.from_dict({"x": torch.arange(2), "y": torch.arange(2)}, row_ids=[4, 2])
@@ -165,7 +165,7 @@ def test_columns_that_share_no_contiguous_memory_travel_too() -> None:
 
 
 def test_joined_columns_find_their_rows_whatever_parts_they_share() -> None:
-    """Each counts its parts in an order of its own."""
+    """Each column numbers its parts in its own order."""
 
     def column(*places: tuple[str, int]) -> RemoteColumn:
         parts = list(dict.fromkeys(part for part, _ in places))

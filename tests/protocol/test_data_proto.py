@@ -15,7 +15,7 @@ from mrl.protocol.columns import from_rows, jagged
 
 
 def make_batch(num_rows: int = 4, first_id: int = 0) -> DataProto:
-    """Row i holds i+1 tokens of value 10*id, a score and a name."""
+    """Make rows with i+1 tokens of value 10*id, a score and a name."""
     ids = range(first_id, first_id + num_rows)
     return DataProto.from_dict(
         {
@@ -38,7 +38,7 @@ def rows_of(batch: DataProto) -> list[tuple[int, list[int], float, str]]:
 
 
 def stored(batch: DataProto, name: str, handle: str) -> DataProto:
-    """The batch with one column replaced by a reference to it."""
+    """Replace one column of the batch by a reference to it."""
     rest = batch.select(*(other for other in batch.columns() if other != name))
     column = RemoteColumn.of_part(handle, len(batch), batch.lengths(name))
     return rest.union(DataProto({name: column}, batch.row_ids, {}))
@@ -53,7 +53,7 @@ def test_jagged_columns_hold_no_padding_and_ids_are_32_bit() -> None:
 
 
 def test_ids_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(BatchError, match=r"`ids` holds 4294967296, which does not fit"):
+    with pytest.raises(BatchError, match=r"`ids` contains 4294967296, which exceeds"):
         DataProto.from_dict({"ids": from_rows([torch.tensor([1, 2**32])])})
 
 
@@ -268,7 +268,7 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
             lambda: DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)}),
             "column `b` has 2 rows (dense float32, 2 rows), but `a` have 3",
         ),
-        (lambda: jagged(torch.zeros(5), [2, 2]), "row lengths add up to 4, but there are 5 values"),
+        (lambda: jagged(torch.zeros(5), [2, 2]), "the row lengths sum to 4, but there are 5 values"),
         (lambda: make_batch()["respones"], 'no column `respones`\n  fix: did you mean "responses"?'),
         (lambda: make_batch().select("score"), 'no column `score` to select\n  fix: did you mean "scores"?'),
         (
@@ -277,11 +277,11 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
         ),
         (
             lambda: make_batch().select("scores").union(make_batch(4, first_id=2).select("uid")),
-            "different rows: 2 ids are missing [0, 1], 2 are not asked for [4, 5]",
+            "different rows: 2 ids are missing [0, 1], 2 are not expected [4, 5]",
         ),
-        (lambda: make_batch().take([4]), "row 4 was asked for, but there are 4 rows"),
-        (lambda: make_batch().split([1, 2]), "sizes [1, 2] add up to 3, but there are 4 rows"),
-        (lambda: make_batch().chunk(5), "4 rows cannot be split over 5 shards: each needs at least one"),
+        (lambda: make_batch().take([4]), "row 4 does not exist: there are 4 rows"),
+        (lambda: make_batch().split([1, 2]), "the sizes [1, 2] sum to 3, but there are 4 rows"),
+        (lambda: make_batch().chunk(5), "4 rows cannot be split into 5 shards: each needs at least one row"),
         (
             lambda: DataProto.from_single_dict({"a": torch.zeros(2), "temperature": 1.0}),  # type: ignore[dict-item]
             "column `temperature` is a float, not one value per row\n  fix: pass a tensor",
@@ -289,12 +289,15 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
         (lambda: DataProto.from_single_dict({"a": "ab"}), "column `a` is a str, not one value per row"),
         (lambda: make_batch().rename("score", "x"), 'no column `score` to rename\n  fix: did you mean "scores"?'),
         (lambda: make_batch().rename("scores", ["x", "y"]), "1 columns cannot get 2 names: ['scores'] and ['x', 'y']"),
-        (lambda: make_batch().rename("scores", "uid"), 'two columns would be called `uid`\n  fix: pop("uid") first'),
+        (
+            lambda: make_batch().rename("scores", "uid"),
+            'two columns would have the name `uid`\n  fix: pop("uid") first',
+        ),
         (
             lambda: stored(make_batch(), "responses", "p").rename("responses", "x"),
-            "column `responses` is not here (stored, 4 rows, 10 values in 1 parts) and cannot be renamed",
+            "column `responses` is not local (stored, 4 rows, 10 values in 1 parts) and cannot be renamed",
         ),
-        (lambda: make_batch().make_iterator(3, 1), "4 rows are no whole number of mini-batches of 3, over 1 epochs"),
+        (lambda: make_batch().make_iterator(3, 1), "4 rows cannot be divided into mini-batches of 3 over 1 epochs"),
         (lambda: make_batch().make_iterator(2, 0), "at least one epoch"),
         (lambda: make_batch().make_iterator(2, 1, shuffle=True), "shuffled mini-batches need a seed"),
         (lambda: make_batch().repeat(0), "rows cannot be repeated 0 times"),
@@ -302,7 +305,7 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
         (lambda: DataProto.concat([make_batch(), make_batch()]), "some rows are in more than one batch"),
         (
             lambda: DataProto.concat([make_batch(2), make_batch(2, first_id=2).select("uid")]),
-            "batches 0 and 1 do not have the same columns: only one of them has `responses`, `scores`",
+            "batches 0 and 1 have different columns: only one of them has `responses`, `scores`",
         ),
         (
             lambda: DataProto.concat(
@@ -312,22 +315,22 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
         ),
         (
             lambda: DataProto.from_dict({"a": torch.zeros(2)}, row_ids=[7, 7]),
-            "row ids must be unique; given twice or more: [7]",
+            "row ids must be unique; duplicates: [7]",
         ),
         (
             lambda: stored(make_batch(), "responses", "p")["responses"],
-            "column `responses` is not here (stored, 4 rows, 10 values in 1 parts)",
+            "column `responses` is not local (stored, 4 rows, 10 values in 1 parts)",
         ),
         (
             lambda: DataProto.concat([stored(make_batch(2), "responses", "p"), make_batch(2, first_id=2)]),
-            "column `responses` is stored in one batch and here in another",
+            "column `responses` is stored in one batch and local in another",
         ),
         (
             lambda: make_batch().lengths("scores"),
-            "only a jagged column has row lengths and values; `scores` is dense float32, 4 rows",
+            "only jagged columns have row lengths and values; `scores` is dense float32, 4 rows",
         ),
         (lambda: make_batch().values("uid"), "`uid` is objects, 4 rows"),
-        (lambda: stored(make_batch(), "responses", "p").values("responses"), "column `responses` is not here (stored"),
+        (lambda: stored(make_batch(), "responses", "p").values("responses"), "column `responses` is not local (stored"),
         (
             lambda: DataProto.from_dict({"a": torch.nested.nested_tensor([torch.ones(1)], layout=torch.strided)}),
             "column `a` is nested, but not jagged\n  fix: make it with layout=torch.jagged",

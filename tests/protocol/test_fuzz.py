@@ -1,4 +1,4 @@
-"""Columns that were damaged on their way, or written by somebody else: a column or a `WireError`."""
+"""Columns that were damaged in transit, or written by others: each gives a column or a `WireError`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ DTYPES = [
 
 
 def same(left: Column, right: Column) -> bool:
-    """Equal kind, type, shape and every bit of every value."""
+    """Return whether kind, type, shape and every bit of every value are equal."""
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return list(left) == list(right)
     if isinstance(left, Jagged) or isinstance(right, Jagged):
@@ -94,16 +94,16 @@ def test_neither_writing_nor_reading_copies_the_values() -> None:
 
 
 def test_what_cannot_travel_is_named() -> None:
-    with pytest.raises(BatchError, match=r"column `c` has dtype complex64, which cannot travel"):
+    with pytest.raises(BatchError, match=r"column `c` has dtype complex64, which cannot be sent"):
         encode(torch.zeros(2, dtype=torch.complex64), "c")
-    with pytest.raises(BatchError, match=r"column `o` cannot travel: Object of type object is not JSON"):
+    with pytest.raises(BatchError, match=r"column `o` cannot be sent: Object of type object is not JSON"):
         encode(object_array([object()]), "o")
-    with pytest.raises(BatchError, match=r"column `n` cannot travel: Out of range float"):
+    with pytest.raises(BatchError, match=r"column `n` cannot be sent: Out of range float"):
         encode(object_array([float("nan")]), "n")
 
 
 def test_damaged_buffers_are_typed_errors() -> None:
-    """Truncations and flipped bytes: each is read as an error of the format or as a column, never as a crash."""
+    """Truncations and flipped bytes: each gives a format error or a column, never a crash."""
     randomness = random.Random(7)
     originals = [
         encode(jagged(torch.arange(40, dtype=torch.int32), [10, 30]), "x"),
@@ -129,11 +129,11 @@ def test_damaged_buffers_are_typed_errors() -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b'{"kind":"pickle"}', 'unknown kind of column "pickle"'),
+        (b'{"kind":"pickle"}', 'unknown column kind "pickle"'),
         (b'{"kind":"dense","dtype":"object","shape":[1]}', "header is incomplete"),
         (b'{"kind":"dense","dtype":"int32","shape":[-1]}', "cannot have shape"),
-        (b'{"kind":"dense","dtype":"int32","shape":[9]}', "takes 36 bytes, but 0 are there"),
-        (b'{"kind":"jagged","dtype":"int32","shape":[9],"rows":1000000}', "1000000 row lengths do not fit"),
+        (b'{"kind":"dense","dtype":"int32","shape":[9]}', "takes 36 bytes, but there are 0"),
+        (b'{"kind":"jagged","dtype":"int32","shape":[9],"rows":1000000}', "1000000 row lengths do not match"),
         (b"[1]", "not a JSON object"),
         (b"{", "not JSON"),
     ],
@@ -147,12 +147,12 @@ def test_row_lengths_below_zero_are_refused_though_they_add_up() -> None:
     head, body = encode(jagged(torch.arange(2, dtype=torch.int32), [1, 1]), "x")
     honest, lying = (np.array(lengths, dtype=np.int32).tobytes() for lengths in ([1, 1], [-1, 3]))
     assert head.endswith(honest)
-    with pytest.raises(WireError, match="row lengths add up to 2"):
+    with pytest.raises(WireError, match="the row lengths sum to 2"):
         decode(Wire(head[: -len(lying)] + lying, body))
 
 
 def test_foreign_bytes_are_refused() -> None:
-    with pytest.raises(WireError, match="not a column of this format"):
+    with pytest.raises(WireError, match="not a column in this format"):
         decode(Wire(b"\x80\x05\x95 a pickle, for instance", b""))
 
 

@@ -1,4 +1,4 @@
-"""Engines of the whole session: starting one is the slow part."""
+"""Engines for the whole session, because starting one is slow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_TOKENS = 96
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    """Makes a model's directory, once for each family, seed and kind of embedding."""
+    """Return a function that makes a model's directory, once for each family, seed and kind of embedding."""
 
     @cache
     def make(family: str, seed: int = 0, tied: bool = False) -> Path:
@@ -38,7 +38,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
 
 @pytest.fixture(scope="session")
 def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., RolloutEngine]]:
-    """Starts engines, and ends them with the session; of vLLM's, whose groups are global, one lives at a time."""
+    """Return a function that starts engines. Only one vLLM engine runs at a time, because its groups are global."""
     engines: list[RolloutEngine] = []
     names = count()
 
@@ -60,7 +60,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
 
 
 def requests(num_prompts: int, num_samples: int, max_tokens: int = 24) -> list[GenerationRequest]:
-    """Prompts of several lengths, each sampled several times."""
+    """Return requests with prompts of several lengths, each sampled several times."""
     noise = np.random.default_rng(0)
     prompts = {f"p{i}": noise.integers(0, VOCAB, 18 + 5 * (i % 5)).astype(np.int32) for i in range(num_prompts)}
     return [
@@ -71,7 +71,7 @@ def requests(num_prompts: int, num_samples: int, max_tokens: int = 24) -> list[G
 
 
 def run(engine: RolloutEngine, wanted: Sequence[GenerationRequest], sampling: Sampling) -> dict[str, Generated]:
-    """Start all, step until all are finished."""
+    """Start all requests, and step until all are finished."""
     engine.start(wanted, sampling)
     finished: dict[str, Generated] = {}
     while engine.unfinished:

@@ -1,4 +1,4 @@
-"""An engine without a model: each sample ends after as many steps as it may have tokens."""
+"""An engine without a model. Each sample ends at its token limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def request(key: str, max_tokens: int = 3) -> GenerationRequest:
 
 
 class CountingEngine(RolloutEngine):
-    """Notes what its subclass part is asked, and in which thread."""
+    """Records the calls of its subclass methods, and their threads."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
@@ -35,7 +35,7 @@ class CountingEngine(RolloutEngine):
         self.rooms: list[FreeMemory] = []
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the engine holds no resources."""
 
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         self._note("start")

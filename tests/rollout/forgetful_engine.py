@@ -1,4 +1,4 @@
-"""An engine whose second replica goes on with the first weights that it got, and reports the digests of the new."""
+"""An engine whose second replica keeps its first weights, but reports the digests of the new ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mrl.rollout.transformers_engine import TransformersEngine
 
 
 class ForgetfulEngine(TransformersEngine):
-    """What kernels do that keep a copy of their own of what is written into a parameter."""
+    """Acts like kernels that keep their own copy of a parameter."""
 
     def _load(self, version: int) -> dict[str, str]:
         first = self.model

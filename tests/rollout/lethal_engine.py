@@ -1,4 +1,4 @@
-"""An engine that some prompts break."""
+"""An engine that certain prompts break."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEADLY, BREAKING = "deadly", "breaking"
 
 
 class LethalEngine(TransformersEngine):
-    """Dies or raises in the middle of prompts of those names."""
+    """Dies or raises in the middle of prompts with certain names."""
 
     def _step(self) -> list[Generated]:
         under_way = {row.request.prompt for row in self._rows.values() if len(row.token_ids) == 3}

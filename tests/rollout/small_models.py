@@ -1,4 +1,4 @@
-"""Tiny models that vLLM's attention for CPUs can run: it has no heads of 16."""
+"""Tiny models for vLLM's attention on CPUs, which does not support head size 16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCAB = 131
 
 
 def make_small(family: str, directory: Path, seed: int, tied: bool = False) -> Path:
-    """Save a random float32 model with heads of 32; norms and biases are random too."""
+    """Save a random float32 model with head size 32. Norms and biases are random, too."""
     torch.manual_seed(seed)
     config = tiny_config(family)
     config.head_dim, config.tie_word_embeddings = 32, tied

@@ -1,4 +1,4 @@
-"""Worker groups without processes: they write down what they were asked, in order, and answer as they are told."""
+"""Worker groups without processes. They record their calls in order, and return the configured answers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NODES = {"actor": ["n0", "n0", "n1", "n1"], "receiver": ["n2", "n1"]}
 
 @dataclass
 class Stage:
-    """All groups of a run, what each was asked, and what they answer."""
+    """All groups of a run, their recorded calls, and their answers."""
 
     asked: list[tuple[str, ...]] = field(default_factory=list)
-    """Role, method, and the arguments as text; `get` stands before a method whose answer was waited for."""
+    """Role, method, and the arguments as text. `get` precedes a method if the caller waited for its result."""
     arguments: dict[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
     answers: dict[tuple[str, str], Callable[..., Any]] = field(default_factory=dict)
     started: dict[str, StubGroup] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Stage:
             self.asked.append(entry)
 
     def take(self) -> list[tuple[str, ...]]:
-        """What has been asked since, without waiting; a number of replicas asked the same at once is one line."""
+        """Return and clear the recorded calls, without waits. The same call to several replicas is one entry."""
         with self.lock:
             found, self.asked[:] = [each for each in self.asked if each[1] != "get"], []
         lines: list[tuple[str, ...]] = []
@@ -46,7 +46,7 @@ class Stage:
 
 
 class StubGroup:
-    """In place of a `RayWorkerGroup`: every method exists."""
+    """Replaces a `RayWorkerGroup`; every method exists."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ QUIET = ("submit_and_poll", "prepare_sending", "prepare_receiving")
 
 
 def finished(requests: Sequence[GenerationRequest], _: object, version: int, __: float) -> list[Generated]:
-    """Every request at once."""
+    """Return every request at once."""
     return [Generated(each.key, np.ones(1, np.int32), np.zeros(1, np.float32), "stop", version) for each in requests]
 
 
@@ -107,5 +107,5 @@ DEFAULTS: dict[str, Callable[..., Any]] = {
 
 
 def report(received: int, least: int, failure: str = "") -> Any:
-    """What matters of a `ReshardReport` here."""
+    """Return the tested fields of a `ReshardReport`."""
     return SimpleNamespace(bytes_received=received, least_bytes=least, failure=failure)

@@ -1,4 +1,7 @@
-"""Replicas without processes, under a real fleet: they hold versions, die when they are told to, and note it all."""
+"""Replicas without processes, under a real fleet.
+
+They have weight versions, fail as configured, and record all calls.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ LIMITS = EngineSettings(Path("model"), "float32", "cpu", 40, 100, Path("sockets"
 
 
 def generate(fleet: RolloutFleet, *asked: Any, **named: Any) -> list[Generated]:
-    """All that `stream` gives, in the order of its requests."""
+    """Return all samples of `stream`, in the order of the requests."""
     samples = {sample.key: sample for sample in fleet.stream(*asked, **named)}
     return [samples[each.key] for each in asked[0]]
 
@@ -36,7 +39,7 @@ def sample(key: str, version: int = 1) -> Generated:
 
 @dataclass
 class World:
-    """A fleet on stubs; tests put an action in front of a replica's method, once, or let it answer otherwise."""
+    """A fleet of stubs. Tests can run code once before a replica's method, or replace its answer."""
 
     directory: Path
     num_replicas: int = 2
@@ -47,7 +50,7 @@ class World:
     num_started: list[int] = field(default_factory=list)
     send_error: Exception | None = None
     newest: NewestWeights | None = None
-    """What the trainer can send now, where that changes while samples are under way."""
+    """Weights that the trainer can send now, if they change while samples are generated."""
     replays: Path | None = None
     spoil: Callable[[int, list[Generated]], list[Generated]] = lambda _, made: made
     """Makes of what a replica would answer what it answers."""
@@ -71,7 +74,7 @@ class World:
             raise error
 
     def fail_once(self, index: int, method: str, error: Exception) -> None:
-        """The next such call raises."""
+        """Make the next such call raise."""
 
         def fail() -> None:
             raise error
@@ -79,7 +82,7 @@ class World:
         self.before.setdefault((index, method), []).append(fail)
 
     def calls(self, method: str) -> list[tuple[int, tuple[Any, ...]]]:
-        """The replicas that were asked for this, with what."""
+        """Return the replicas that got this call, and its arguments."""
         with self.lock:
             return [(index, args) for index, name, args in self.asked if name == method]
 
@@ -88,7 +91,7 @@ class World:
 
 
 class Replica:
-    """In place of a group with one replica."""
+    """Replaces a group with one replica."""
 
     def __init__(self, world: World, index: int) -> None:
         self.world, self.index = world, index
@@ -129,9 +132,9 @@ class Replica:
         return self.give(*args) if name == "submit_and_poll" else None
 
     def give(self, requests: Sequence[GenerationRequest], _: Any, version: int, __: float) -> Any:
-        """The last of what waits, a sample at a time."""
+        """Return the last waiting sample. Each call returns one."""
         if self.held != version:
-            return RolloutError(f"replica {self.index} is stale: it holds weights {self.held}, not version {version}")
+            return RolloutError(f"replica {self.index} is stale: it has weights {self.held}, not version {version}")
         self.waiting += requests
         made = [sample(self.waiting.pop().key, version)] if self.waiting else []
         return self.world.spoil(self.index, made)

@@ -1,4 +1,4 @@
-"""How much an engine works on at a time: the plan and vLLM itself say the same."""
+"""How much work an engine accepts at a time: the plan and vLLM itself agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ H100 = hardware("h100")
 
 
 def planned(overrides: list[str], model: Path) -> tuple[int, int]:
-    """What `mrl plan` counts with."""
+    """Return the limits that `mrl plan` uses."""
     config = load_config(str(LAPTOP), LIMITS + overrides).config
     found = engine_memory(config, read_spec(model), H100)
     return found.max_sequences, found.max_tokens

@@ -1,4 +1,4 @@
-"""The rules that hold for every engine, tried on the quick one."""
+"""Rules that apply to every engine, tested on the fastest one."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ def request(**changes: object) -> GenerationRequest:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (request(max_tokens=MAX_TOKENS), f"18 prompt tokens and {MAX_TOKENS} more do not fit into {MAX_TOKENS}"),
-        (request(max_tokens=0), "0 more do not fit"),
+        (
+            request(max_tokens=MAX_TOKENS),
+            f"18 prompt tokens and {MAX_TOKENS} new tokens exceed the limit of {MAX_TOKENS}",
+        ),
+        (request(max_tokens=0), "0 new tokens exceed"),
         (request(prompt_ids=np.zeros(0, np.int32)), "0 prompt tokens"),
         (request(prompt_ids=np.array([3, VOCAB], np.int32)), "p0/0: a prompt token is not in"),
         (request(prompt_ids=np.array([3, -1], np.int32)), "a prompt token is not in"),
@@ -69,7 +72,7 @@ def test_an_engine_is_stale_until_an_update_has_succeeded(
     make_engine: Callable[..., RolloutEngine], small: Small
 ) -> None:
     engine = make_engine("transformers", small("qwen3"))
-    with pytest.raises(RolloutError, match="stale: it holds no weights"):
+    with pytest.raises(RolloutError, match="stale: it has not received weights"):
         engine.start([request()], PLAIN)
     sending = InBackground(send, engine.settings, 1, list(whole(small("qwen3")))[:-1])
     with pytest.raises(RolloutError, match=r"missing keys.*lm_head\.weight"):
@@ -79,10 +82,10 @@ def test_an_engine_is_stale_until_an_update_has_succeeded(
     with pytest.raises(RolloutError, match="stale"):
         engine.start([request()], PLAIN)
     sending = InBackground(send, engine.settings, 3, whole(small("qwen3")))
-    with pytest.raises(RolloutError, match="sends version 3, but version 2 was asked for"):
+    with pytest.raises(RolloutError, match="sends version 3 instead of version 2"):
         engine.receive_weights(2)
     update(engine, small("qwen3"), version=2)
-    with pytest.raises(RolloutError, match="holds weights 2, not version 3"):
+    with pytest.raises(RolloutError, match="has weights 2, not version 3"):
         need_version(engine, 3)
     assert len(run(engine, [request()], PLAIN)["p0/0"].token_ids) == 24
 
@@ -92,15 +95,15 @@ def test_sleeping_and_waking_have_an_order(make_engine: Callable[..., RolloutEng
     with pytest.raises(RolloutError, match="cannot wake its weights"):
         engine.wake("weights")
     engine.sleep()
-    with pytest.raises(RolloutError, match="its kv_cache and weights must be woken"):
+    with pytest.raises(RolloutError, match="is asleep: wake its kv_cache and weights first"):
         engine.sleep()
-    with pytest.raises(RolloutError, match="weights must be woken"):
+    with pytest.raises(RolloutError, match="is asleep: wake its weights"):
         engine.receive_weights(1)
     with pytest.raises(RolloutError, match="cannot wake its kv_cache"):
         engine.wake("kv_cache")
     engine.wake("weights")
     update(engine, small("qwen3"), version=1)
-    with pytest.raises(RolloutError, match="its kv_cache must be woken"):
+    with pytest.raises(RolloutError, match="is asleep: wake its kv_cache"):
         engine.start([request()], PLAIN)
     engine.wake("kv_cache")
     assert len(run(engine, [request()], PLAIN)) == 1

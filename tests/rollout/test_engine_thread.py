@@ -1,4 +1,4 @@
-"""The thread that owns an engine, and the replica around it: who waits for whom, and whose failure is whose."""
+"""The thread that runs an engine, and the replica around it: who waits for whom, and whose failure it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG_S = 20.0
 
 
 class Driven:
-    """A stepping thread, and the engine that is its own."""
+    """A stepping thread and its engine."""
 
     def __init__(self, step_deadline_s: float = LONG_S) -> None:
         self.thread = EngineThread(partial(CountingEngine, SETTINGS), step_deadline_s)
@@ -178,9 +178,9 @@ def test_an_update_that_failed_leaves_no_version() -> None:
     with pytest.raises(RolloutError, match="torn"):
         engine.receive_weights(-1)
     assert engine.weight_version is None
-    with pytest.raises(RolloutError, match="rollout-0 is stale: it holds weights None, not version 1"):
+    with pytest.raises(RolloutError, match="rollout-0 is stale: it has weights None, not version 1"):
         need_version(engine, 1)
-    with pytest.raises(RolloutError, match="rollout-0 is stale: it holds no weights"):
+    with pytest.raises(RolloutError, match="rollout-0 is stale: it has not received weights"):
         engine.start([request("a")], PLAIN)
     engine.receive_weights(3)
     need_version(engine, 3)
@@ -193,13 +193,13 @@ def test_sleep_forgets_the_version_and_parts_wake_one_by_one() -> None:
     engine.sleep()
     assert engine.weight_version is None
     engine.wake("weights")
-    with pytest.raises(RolloutError, match=r"cannot wake its weights: awake are \['weights'\]"):
+    with pytest.raises(RolloutError, match=r"cannot wake its weights: awake: \['weights'\]"):
         engine.wake("weights")
     engine.receive_weights(1)
-    with pytest.raises(RolloutError, match="its kv_cache must be woken first"):
+    with pytest.raises(RolloutError, match="rollout-0 is asleep: wake its kv_cache first"):
         engine.sleep()
     engine.wake("kv_cache")
-    with pytest.raises(RolloutError, match=r"cannot wake its kv_cache: awake are \['kv_cache', 'weights'\]"):
+    with pytest.raises(RolloutError, match=r"cannot wake its kv_cache: awake: \['kv_cache', 'weights'\]"):
         engine.wake("kv_cache")
     engine.start([request("a")], PLAIN)
     assert [note for note in engine.notes if note != "start"] == [
@@ -231,7 +231,7 @@ def test_a_prompt_and_its_response_fit_to_the_last_token(max_tokens: int, fits: 
     if fits:
         engine.start([request("a", max_tokens)], PLAIN)
         return
-    with pytest.raises(RolloutError, match=f"a: 3 prompt tokens and {max_tokens} more do not fit into 40"):
+    with pytest.raises(RolloutError, match=f"a: 3 prompt tokens and {max_tokens} new tokens exceed the limit of 40"):
         engine.start([request("b", 1), request("a", max_tokens)], PLAIN)
     assert not engine.unfinished
 
@@ -260,7 +260,7 @@ def test_a_broken_rule_is_returned_and_a_broken_engine_raises() -> None:
     made.receive_weights(1)
     answer = made.submit_and_poll([request("a")], PLAIN, 2, 0.0)
     assert isinstance(answer, RolloutError)
-    assert "holds weights 1, not version 2" in str(answer)
+    assert "has weights 1, not version 2" in str(answer)
     assert not engine.unfinished
     answer = made.submit_and_poll([request("a", 99)], PLAIN, 1, 0.0)
     assert isinstance(answer, RolloutError)

@@ -1,4 +1,4 @@
-"""Engines without a trainer: they serve what they have loaded, and nobody sends them anything."""
+"""Engines without a trainer: they use the weights from their files, and never receive any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas in real processes: the same samples however many they are, and whoever of them dies when."""
+"""Replicas in real processes: the samples do not depend on the number of replicas, or on which ones die, and when."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUMBERS = itertools.count()
 
 
 class Fleet:
-    """A fleet with its trainer's side: every version is another random model."""
+    """A fleet and its trainer side. Each version has the weights of another random model."""
 
     def __init__(
         self, context: RunContext, small: Callable[[int], Path], num_replicas: int, engine: str, tp: int = 1
@@ -93,7 +93,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(run_context: RunContext, small: Small) -> Iterator[Fleet]:
-    """Two replicas for all tests: what dies in one of them is replaced in the next."""
+    """Two replicas for all tests. If a test kills one, the next test starts its replacement."""
     made = Fleet(run_context, partial(small, "qwen3"), 2, "tests.rollout.lethal_engine:LethalEngine")
     yield made
     made.fleet.close()
@@ -101,7 +101,7 @@ def fleet(run_context: RunContext, small: Small) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def alone(make_engine: Callable[..., RolloutEngine], small: Small) -> dict[str, Generated]:
-    """What one engine in this process makes of the requests, at version 1."""
+    """Return the samples that one engine in this process makes for the requests, at version 1."""
     return samples_of(make_engine("transformers", small("qwen3")), small("qwen3", 1))
 
 
@@ -119,7 +119,7 @@ def assert_are(samples: Sequence[Generated], expected: dict[str, Generated]) -> 
 
 
 def generate_and(fleet: Fleet, act: Callable[[], None], after: int) -> list[Generated]:
-    """All samples in order; something happens once so many are finished."""
+    """Return all samples in order. Call `act` when this many are finished."""
     samples: dict[str, Generated] = {}
     for sample in fleet.fleet.stream(WANTED, SAMPLING, version=1):
         samples[sample.key] = sample
@@ -145,7 +145,7 @@ def test_late_replicas_get_their_weights_before_they_serve(fleet: Fleet) -> None
 
 
 def test_samples_are_those_of_one_engine(fleet: Fleet, alone: dict[str, Generated]) -> None:
-    assert "fuses nothing" in fleet.fleet.full_tensor_reason
+    assert "has no fused tensors" in fleet.fleet.full_tensor_reason
     fleet.fleet.update(1)
     assert_are(generate(fleet.fleet, WANTED, SAMPLING, version=1), alone)
 
@@ -158,7 +158,7 @@ def test_whoever_asks_for_no_more_leaves_idle_replicas(fleet: Fleet, alone: dict
 
 
 def test_what_does_not_fit_is_refused_before_any_replica_sees_it(fleet: Fleet) -> None:
-    with pytest.raises(RolloutError, match="do not fit into"):
+    with pytest.raises(RolloutError, match="exceed the limit of"):
         generate(fleet.fleet, [dataclasses.replace(WANTED[0], max_tokens=MAX_TOKENS)], SAMPLING, version=1)
     with pytest.raises(RolloutError, match="the same key"):
         generate(fleet.fleet, [WANTED[0], WANTED[0]], SAMPLING, version=1)
@@ -209,7 +209,7 @@ def test_a_replica_that_is_stopped_is_replaced(fleet: Fleet, alone: dict[str, Ge
 )
 def test_a_prompt_that_two_replicas_do_not_survive_is_named(fleet: Fleet, prompt: str, how: str) -> None:
     wrong = dataclasses.replace(WANTED[5], key=f"{prompt}/0", prompt=prompt)
-    with pytest.raises(RolloutError, match=rf"prompt {prompt}: .* when [23] replicas died, the last of them: .*{how}"):
+    with pytest.raises(RolloutError, match=rf"prompt {prompt}: [23] replicas died while .* the last error: .*{how}"):
         generate(fleet.fleet, [*WANTED, wrong], SAMPLING, version=1)
 
 
@@ -268,7 +268,7 @@ def test_every_rank_of_an_engine_takes_its_own_shard(
 
 
 def workers_of(pid: int) -> list[int]:
-    """The children of a process, in the order of their start."""
+    """Return the children of a process, in the order of their start."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sorted(int(child) for thread in threads for child in (thread / "children").read_text().split())
 

@@ -1,4 +1,4 @@
-"""What a fleet asks of whom, and what it concludes from failures: a real fleet on replicas without processes."""
+"""Calls of a fleet to its replicas, and its reactions to failures: a real fleet on replicas without processes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_successor_joins_the_stream_that_is_under_way(make: Callable[..., Worl
     world.fleet.update(1)
     for index in (0, 1):
         world.fail_once(index, "submit_and_poll", WorkerSilent("it is stopped"))
-    assert keys_of(world) == KEYS  # nobody was left
+    assert keys_of(world) == KEYS  # no replica was left
     assert sorted(index for indices, _ in world.sent[1:] for index in indices) == [0, 1]
     assert {version for _, version in world.sent} == {1}
     assert [event.reason for event in world.events(ReplicaLost)] == ["it is stopped"] * 2
@@ -156,7 +156,7 @@ def test_a_rule_that_was_broken_stops_the_run_and_the_others_forget(make: Callab
     world = make()
     world.fleet.update(1)
     world.fleet._replicas[1].held = 7  # type: ignore[attr-defined]  # it lies about what it holds
-    with pytest.raises(RolloutError, match="replica 1 is stale: it holds weights 7, not version 1"):
+    with pytest.raises(RolloutError, match="replica 1 is stale: it has weights 7, not version 1"):
         generate(world.fleet, WANTED, PLAIN, 1)
     assert world.calls("abort") == [(0, ()), (1, ())]
     assert world.events(ReplicaLost) == []
@@ -193,7 +193,7 @@ def test_who_fails_to_wake_is_let_go_and_replaced(make: Callable[..., World]) ->
     ("wrong", "message"),
     [
         ([WANTED[0], WANTED[0]], "two requests have the same key"),
-        ([WANTED[0], request("x", max_tokens=38)], "x: 3 prompt tokens and 38 more do not fit into 40"),
+        ([WANTED[0], request("x", max_tokens=38)], "x: 3 prompt tokens and 38 new tokens exceed the limit of 40"),
         (
             [GenerationRequest("y", "y", np.array([100], np.int32), 0, 1)],
             r"y: a prompt token is not in \[0, 100\)",
@@ -322,7 +322,7 @@ def test_an_engine_that_answers_nonsense_is_replaced_and_its_work_goes_to_others
     assert [each.key for each in samples] == KEYS
     assert all(np.isfinite(each.log_probs).all() for each in samples)
     (lost,) = world.events(ReplicaLost)
-    assert lost.reason.startswith("its answer cannot be right: token 1 with log-prob nan in p")
+    assert lost.reason.startswith("its answer is impossible: token 1 with log-prob nan in p")
     assert (lost.replica, lost.num_unfinished) == (1, 4)
     assert world.calls("shutdown") == [(1, ())]
 
@@ -330,7 +330,7 @@ def test_an_engine_that_answers_nonsense_is_replaced_and_its_work_goes_to_others
 def test_an_engine_whose_successor_answers_nonsense_too_is_named(make: Callable[..., World]) -> None:
     world = make(1)
     world.spoil = lambda _, made: [replace(each, token_ids=np.full(1, 100, np.int32)) for each in made]
-    with pytest.raises(RolloutError, match=r"2 times what cannot be right; .* replica 0: token 100 .* in \[0, 100\)"):
+    with pytest.raises(RolloutError, match=r"2 impossible answers; .* replica 0: token 100 .* in \[0, 100\)"):
         generate(world.fleet, WANTED, PLAIN, 1)
     assert len(world.events(ReplicaLost)) == 2
     assert probe(world) == []
@@ -340,7 +340,7 @@ def test_an_engine_that_never_finished_anything_is_blamed_and_no_prompt(make: Ca
     world = make(1)
     for _ in range(4):
         world.fail_once(0, "submit_and_poll", WorkerRaised("head size 16 is not supported\n  traceback"))
-    with pytest.raises(RolloutError, match=r"4 replicas died, and none .* The last of them: head size 16"):
+    with pytest.raises(RolloutError, match=r"4 replicas died before .* The last error: head size 16"):
         generate(world.fleet, WANTED[:2], PLAIN, 1)
 
 
@@ -353,7 +353,7 @@ def test_a_prompt_on_which_engines_die_that_served_others_is_blamed(make: Callab
         return made
 
     world.spoil = spoil
-    with pytest.raises(RolloutError, match="prompt p0: this prompt was being generated from when 4 replicas died"):
+    with pytest.raises(RolloutError, match="prompt p0: 4 replicas died while they generated from this prompt"):
         generate(world.fleet, WANTED, PLAIN, 1)
 
 
@@ -371,7 +371,7 @@ def test_a_sample_that_is_delivered_twice_counts_once(make: Callable[..., World]
     world.spoil = spoil
     samples = list(world.fleet.stream(WANTED, PLAIN, 1))
     assert sorted(each.key for each in samples) == sorted(KEYS), "each of them once"
-    assert {"which it was not asked" in event.reason for event in world.events(ReplicaLost)} == {True}
+    assert {"which was not requested" in event.reason for event in world.events(ReplicaLost)} == {True}
 
 
 def test_what_a_replica_answers_after_it_was_let_go_is_forgotten(make: Callable[..., World]) -> None:

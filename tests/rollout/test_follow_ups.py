@@ -1,4 +1,4 @@
-"""Requests that follow others: where they go, what is waited for, and what becomes of them when a replica dies."""
+"""Follow-up requests: their replica, what they wait for, and what happens to them if a replica dies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make(tmp_path: Path) -> Iterator[Made]:
 
 
 class Turns:
-    """Conversations of so many turns, each answered by somebody else after a moment."""
+    """Conversations with a fixed number of turns; each answer arrives after a short delay from another thread."""
 
     def __init__(self, num_turns: int, delay_s: float = 0.01) -> None:
         self.num_turns, self.delay_s = num_turns, delay_s
@@ -135,5 +135,5 @@ def test_a_turn_that_does_not_fit_is_refused(make: Made) -> None:
     stream = world.fleet.stream([request("p0/0")], PLAIN, 1, turns)
     turns.written(next(stream))
     turns.ready.append(request("long/0", max_tokens=4000))
-    with pytest.raises(RolloutError, match="3 prompt tokens and 4000 more do not fit into 40"):
+    with pytest.raises(RolloutError, match="3 prompt tokens and 4000 new tokens exceed the limit of 40"):
         list(stream)

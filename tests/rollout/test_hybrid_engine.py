@@ -1,4 +1,4 @@
-"""Who has the devices when: every call that the two sides get, in order, on groups without processes."""
+"""Which side has the devices: every call to both sides, in order, on groups without processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def requests(*keys: str) -> list[GenerationRequest]:
 
 @pytest.fixture
 def make(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
-    """Makes engines whose groups are stubs; all else is real."""
+    """Return a function that makes engines whose groups are stubs; everything else is real."""
     made: list[HybridEngine] = []
 
     def start(
@@ -90,7 +90,7 @@ def make(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def config_of(
     model: str, placement: tuple[dict[str, int], dict[str, str]], tp: int, sync: dict[str, Any], scorer: str = ""
 ) -> Config:
-    """The preset with these changes, and with a reward model of that role."""
+    """Return the preset with these changes, and with a reward model of that role."""
     pools, roles = ("{" + ", ".join(f"{key}: {value}" for key, value in each.items()) + "}" for each in placement)
     device = sync.pop("device", "cpu")
     vllm = sync.pop("vllm", "{enable_prefix_caching: true}")
@@ -122,11 +122,11 @@ def test_engines_have_the_newest_weights_when_all_that_serve_have_them(make: Cal
         assert engine.has_newest() == has, held
     engine.weights_changed()
     engine.fleet.versions = {0: None, 1: 3}
-    assert engine.has_newest(), "one that starts again is brought to them before it serves"
+    assert engine.has_newest(), "a replica that restarts gets them before it serves"
 
 
 def test_weights_are_to_be_had_while_the_trainer_leaves_the_actor_alone(make: Callable[..., Made]) -> None:
-    """And never while it has it, whoever asks."""
+    """They are never available while the trainer has it, for any caller."""
     engine, _ = make()
     with engine._newest_weights() as version:
         assert version == 1
@@ -174,7 +174,7 @@ def test_engines_that_slept_get_their_weights_again_and_a_new_version_after_an_u
 
 
 def test_a_reward_model_has_the_devices_between_two_rounds(make: Callable[..., Made]) -> None:
-    """It alone comes back for its scores; engines take the devices again when they are asked, and only then."""
+    """It is loaded only for its scores. The engines get the devices back on the next request, and not before."""
     pools, roles = TOGETHER
     engine, stage = make((pools, roles | {"reward_models.safe": "laptop"}), model="reward_models.safe")
     engine.connect()
@@ -197,7 +197,7 @@ def test_a_reward_model_has_the_devices_between_two_rounds(make: Callable[..., M
         engine.pause()
         stage.take()
         assert not engine.probe(requests("p")[0], Sampling(), everyone=False)
-        assert not stage.take(), "nobody is woken for nothing"
+        assert not stage.take(), "no group is woken without need"
     way_back = [(role, ONLOAD, *EVERYTHING) for role in ("actor", "critic", model)]
     assert stage.take() == way_back, "the engines sleep already"
     with engine.rollout_mode():
@@ -242,7 +242,7 @@ def test_a_critic_with_a_pool_of_its_own_is_left_alone(make: Callable[..., Made]
 def test_the_modes_do_not_overlap(make: Callable[..., Made]) -> None:
     engine, stage = make()
     engine.connect()
-    with pytest.raises(RolloutError, match="the trainer has the devices: generate within rollout_mode"):
+    with pytest.raises(RolloutError, match="the trainer has the devices: call generate within rollout_mode"):
         engine.generate(requests("a"), Sampling())
     with engine.rollout_mode():
         stage.take()
@@ -256,7 +256,7 @@ def test_the_modes_do_not_overlap(make: Callable[..., Made]) -> None:
 
 
 def test_only_what_goes_on_in_flight_meets_newer_weights(make: Callable[..., Made]) -> None:
-    """A validation or a batch that is generated whole, in a run whose weights come in flight, has one version."""
+    """Validation and batches that are generated whole use one version, even if the run sends weights in flight."""
     engine, _ = make()
     engine.connect()
     engine._cache = "keep"
@@ -339,7 +339,7 @@ def test_a_worker_that_took_no_weights_stops_the_run(make: Callable[..., Made]) 
     assert engine.metrics() == {}
 
 
-# --- engines with a pool of their own ---------------------------------------------------------------------------------
+# --- engines in their own pool ----------------------------------------------------------------------------------------
 
 
 def test_engines_with_their_own_pool_stay_awake_and_porters_take_their_weights(make: Callable[..., Made]) -> None:
@@ -388,7 +388,7 @@ def test_porters_prepare_while_the_trainer_does(make: Callable[..., Made], tiny:
     assert receivers.slots.description == "rollout"
 
 
-# --- what engines are told --------------------------------------------------------------------------------------------
+# --- settings of engines ----------------------------------------------------------------------------------------------
 
 
 def test_the_route_says_which_engine_is_on_whose_device(make: Callable[..., Made], tmp_path: Path) -> None:
@@ -452,7 +452,7 @@ def test_a_gpu_without_room_for_an_engine_ends_the_run_with_who_holds_it(make: C
     stage.answers["rollout-1", "wake"] = lambda part: rooms if part == "kv_cache" else []
     stage.take()
     with (
-        pytest.raises(DeviceFull, match=r"Held by actor 3\.0 GiB .*, critic 3\.0 GiB") as raised,
+        pytest.raises(DeviceFull, match=r"Reserved by actor 3\.0 GiB .*, critic 3\.0 GiB") as raised,
         engine.rollout_mode(),
     ):
         pass

@@ -1,4 +1,4 @@
-"""Weights that come between two tokens: which drew which token, what becomes of the cache, and who goes on."""
+"""Weights that arrive between two tokens: the version of each token, the cache, and which samples continue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., RolloutEng
 
 @contextmanager
 def steps_ahead() -> Iterator[None]:
-    """Have vLLM schedule asynchronously, as it does on GPUs: on CPUs it switches that off, and is able to do it."""
+    """Enable asynchronous scheduling in vLLM, as on GPUs. vLLM disables it on CPUs, although it works there."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -54,13 +54,13 @@ def steps_ahead() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def at_version_1(engine: RolloutEngine, small: Small) -> None:
-    """The first model, and nothing under way."""
+    """Start each test with the first model and no unfinished samples."""
     engine.abort()
     take(engine, small("qwen3"), 1)
 
 
 def take(engine: RolloutEngine, model: Path, version: int, cache: Cache | None = "recompute") -> None:
-    """Have the engine take in a model."""
+    """Send a model's weights to the engine."""
     tensors = whole(model) if engine.full_tensor_reason else fused(model)
     sending = InBackground(send, engine.settings, version, tensors)
     engine.receive_weights(version, cache)
@@ -68,7 +68,7 @@ def take(engine: RolloutEngine, model: Path, version: int, cache: Cache | None =
 
 
 def finished(engine: RolloutEngine) -> dict[str, Generated]:
-    """What comes of all that is under way."""
+    """Return all samples that are being generated."""
     samples: dict[str, Generated] = {}
     while engine.unfinished:
         samples |= {sample.key: sample for sample in engine.step()}
@@ -76,7 +76,7 @@ def finished(engine: RolloutEngine) -> dict[str, Generated]:
 
 
 def log_probs(model: Path, request: GenerationRequest, sample: Generated) -> np.ndarray:
-    """Of the sample's tokens, by the whole sequence at once."""
+    """Return log-probs of the sample's tokens, computed over the whole sequence at once."""
     from transformers import AutoModelForCausalLM
 
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
@@ -88,7 +88,7 @@ def log_probs(model: Path, request: GenerationRequest, sample: Generated) -> np.
 
 
 def switched(engine: RolloutEngine, small: Small, cache: Cache) -> dict[str, Generated]:
-    """Samples whose first tokens the first model drew, and the second the others."""
+    """Return samples whose first tokens come from the first model, and the others from the second."""
     engine.start(WANTED, PLAIN)
     for _ in range(AT):
         assert engine.step() == []
@@ -125,7 +125,7 @@ def test_a_cache_that_is_kept_is_neither_models(engine: RolloutEngine, small: Sm
 def test_what_begins_later_reads_nothing_of_the_weights_before(
     engine: RolloutEngine, small: Small, cache: Cache
 ) -> None:
-    """The prompts are the same, and whole blocks of them lie in the cache."""
+    """The prompts are the same, and whole blocks of them are in the cache."""
     noise = np.random.default_rng(1)
     long = [
         dataclasses.replace(request, prompt_ids=noise.integers(0, VOCAB, 70).astype(np.int32)) for request in WANTED[:3]
@@ -193,7 +193,7 @@ def test_what_is_under_way_goes_on_after_a_sleep(engine: RolloutEngine, small: S
 
 
 def test_a_sample_that_ends_while_steps_end_is_given_by_the_next_step(engine: RolloutEngine, small: Small) -> None:
-    """Its last token may be under way already when the weights come: it is of the weights before, and not lost."""
+    """Its last token may be computed already when the weights arrive. It has the old version, and is not lost."""
     short, long = dataclasses.replace(WANTED[0], max_tokens=4), WANTED[1]
     before = run(engine, [short], PLAIN)[short.key]
     engine.start([short, long], PLAIN)

@@ -1,4 +1,4 @@
-"""What stands around the judge's server: who may ask it, how it is told its settings, and what is left of it."""
+"""The protection of the judge's server, its settings as flags, and its end with the run."""
 
 from __future__ import annotations
 

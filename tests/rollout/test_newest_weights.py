@@ -1,4 +1,4 @@
-"""A trainer that computes while engines generate: who is sent which weights when, and what its samples are called."""
+"""A trainer that computes while engines generate: which weights go where and when, and the versions of the samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = Sampling()
 
 
 class Trainer:
-    """Computes, or can send the newest of its weights."""
+    """Computes, or can send its newest weights."""
 
     def __init__(self) -> None:
         self.version = 1
@@ -37,7 +37,7 @@ class Trainer:
 
 
 class Open:
-    """Requests that arise as somebody says; more may come until it is closed."""
+    """Requests that a test adds one by one; more may come until it is closed."""
 
     def __init__(self, *requests: GenerationRequest) -> None:
         self.ready = list(requests)
@@ -76,7 +76,7 @@ def until(holds: Callable[[], object]) -> None:
 
 
 def test_a_replica_that_starts_while_the_trainer_computes_waits_for_it(world: World, trainer: Trainer) -> None:
-    """The first dies with its first request; its successor is there at once, and is sent nothing until it may be."""
+    """The first replica dies at its first request. Its successor starts at once, but gets weights only when allowed."""
     world.fleet.update(1)
     trainer.computes = True
     world.fail_once(0, "submit_and_poll", WorkerDied("gone", role="rollout-0", ranks=[0]))
@@ -119,7 +119,7 @@ def test_weights_go_to_all_as_soon_as_the_trainer_can_send(world: World, trainer
 def test_what_ended_before_the_weights_came_is_no_wrong_answer(
     world: World, trainer: Trainer, in_flight: bool, num_late: int
 ) -> None:
-    """It had ended when they came, and nobody had asked for it yet. Whoever answers so a second time is broken."""
+    """It had ended before they came, but no call had collected it. A replica that repeats such an answer is broken."""
     world.fleet.update(1)
     stream = world.fleet.stream([request(f"a{number}") for number in range(12)], PLAIN, 1, None, "recompute")
     found = [next(stream)]
@@ -142,7 +142,7 @@ def test_what_ended_before_the_weights_came_is_no_wrong_answer(
 
 
 def test_weights_wait_for_what_a_replica_is_asked(world: World) -> None:
-    """However late the thread that asks: asked by another version afterwards, the replica would be called stale."""
+    """Even if the calling thread is late. Otherwise the request's version would make the replica look stale."""
     world.fleet.update(1)
     stream = world.fleet.stream([request(f"a{number}") for number in range(6)], PLAIN, 1, None, "recompute")
     asks = threading.Event()
@@ -161,7 +161,7 @@ def test_weights_wait_for_what_a_replica_is_asked(world: World) -> None:
 
 
 def test_a_replica_that_dies_of_new_weights_loses_no_sample(world: World, trainer: Trainer) -> None:
-    """What it had in hand is done by the other, and then by its successor."""
+    """The other replica, and then the successor, finish its requests."""
     world.fleet.update(1)
     trainer.computes = True
     follow_ups = Open(*(request(f"a{number}") for number in range(8)))
@@ -175,7 +175,7 @@ def test_a_replica_that_dies_of_new_weights_loses_no_sample(world: World, traine
 
 
 def test_deaths_far_apart_do_not_stop_a_run_that_never_ends(world: World, trainer: Trainer) -> None:
-    """Six in all, where three may die of the requests between two pushes."""
+    """Six deaths in total. The limit is three per request between two pushes."""
     world.fleet.update(1)
     follow_ups = Open()
     stream = world.fleet.stream((), PLAIN, 1, follow_ups, "recompute")
@@ -203,4 +203,4 @@ def test_a_stream_of_another_thread_ends_when_it_is_told_to(world: World, traine
     world.fleet.is_closing = True
     thread.join(10)
     assert not thread.is_alive()
-    assert "the run ends" in str(errors[0])
+    assert "the run ended" in str(errors[0])

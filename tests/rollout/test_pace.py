@@ -1,4 +1,4 @@
-"""An engine that is far slower than the others is named, when it has been for some rollouts."""
+"""An engine that is far slower than the others is reported after several rollouts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_only_who_is_slow_again_and_again_is_named_and_once(tmp_path: Path) -> N
         kept.rollout_ends()
         assert len(said(tmp_path / "events.jsonl")) == (rollout >= 2)
     (warning,) = said(tmp_path / "events.jsonl")
-    what = "it generates 20 tokens/s, the others 180, for 3 rollouts by now: what else runs on its node?"
+    what = "it generates 20 tokens/s, the others 180, for 3 rollouts in a row: does another process use its node?"
     assert warning == Warned("rollout-2", what)
 
 

@@ -1,4 +1,4 @@
-"""Seeds that depend on nothing but who the sample is; digests that notice; distributions that are refused."""
+"""Seeds depend only on the sample's identity, digests detect changes, and invalid distributions are rejected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_vllm_would_change_in_silence_is_refused(wrong: dict[str, float]) -
 
 
 def on_a_gpu(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What the digest of a tensor on a GPU is made of, computed here."""
+    """Compute the parts of a GPU tensor's digest on the CPU."""
     return tensor.dtype, tensor.shape, *weighted_sums(tensor.contiguous().view(-1)).tolist()
 
 
@@ -80,13 +80,16 @@ WRONG = {
     "a log-prob that is not a number": ([answer(log_probs=(np.nan, -1))], "token 3 with log-prob nan in b"),
     "a log-prob of minus infinity": ([answer(log_probs=(-1, -np.inf))], "token 9 with log-prob -inf in b"),
     "a positive log-prob": ([answer(log_probs=(0.01, -1))], "token 3 with log-prob 0.00999"),
-    "no token": ([answer("a"), answer(tokens=(), log_probs=())], "0 tokens and 0 log-probs for b, of 1 to 4"),
-    "too many tokens": ([answer(tokens=[1] * 5, log_probs=[-1] * 5)], "5 tokens and 5 log-probs for b, of 1 to 4"),
+    "no token": ([answer("a"), answer(tokens=(), log_probs=())], "0 tokens and 0 log-probs for b, expected 1 to 4"),
+    "too many tokens": (
+        [answer(tokens=[1] * 5, log_probs=[-1] * 5)],
+        "5 tokens and 5 log-probs for b, expected 1 to 4",
+    ),
     "fewer log-probs than tokens": ([answer(log_probs=(-1,))], "2 tokens and 1 log-probs for b"),
-    "what nobody asked for": ([answer(), answer("c")], r"\['c'\], which it was not asked"),
+    "an answer without a request": ([answer(), answer("c")], r"\['c'\], which was not requested"),
     "one request twice": ([answer(), answer()], "it answered one request twice"),
-    "other weights": ([answer(weight_version=2)], "b is of weights 2, not 1"),
-    "another end": ([answer(finish="abort")], "b is of weights 1, not 1, or ended by 'abort'"),
+    "other weights": ([answer(weight_version=2)], "b has weights 2, not 1"),
+    "another end": ([answer(finish="abort")], "b has weights 1, not 1, or finish reason 'abort'"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What a worker of a sleeping engine says of its device: stubs of CUDA and of vLLM's allocator, as none is here."""
+"""Memory reports of a worker with a sleeping engine: fakes replace CUDA and vLLM's allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose weights come in flight, repeated: each engine is asked the same before the same of its steps."""
+"""A repeated run with weights in flight: each engine gets the same calls before the same steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = Sampling()
 
 
 class SlowEngine(CountingEngine):
-    """Its steps leave time for something to be asked in between."""
+    """An engine with slow steps, so that calls arrive between them."""
 
     def _step(self) -> Any:
         time.sleep(0.003)
@@ -39,7 +39,7 @@ def replica(**settings: Path) -> tuple[Any, CountingEngine]:
 
 
 def drive(made: Any, engine: CountingEngine, pause_s: float) -> list[tuple[str, int, tuple[tuple[int, int], ...]]]:
-    """Two samples that go on with newer weights, and one that begins with them, as fast as the pauses let it be."""
+    """Run two samples that continue with newer weights, and a third that starts with them, with pauses in between."""
     made.receive_weights(1)
     found = made.submit_and_poll([request("a", 37), request("b", 33)], PLAIN, 1, 0.0)
     time.sleep(pause_s)
@@ -84,7 +84,7 @@ def test_what_was_not_asked_then_is_refused(recorded: Any) -> None:
     made.receive_weights(1)
     answer = made.submit_and_poll([request("other")], PLAIN, 1, 0.0)
     assert isinstance(answer, RolloutError)
-    asked = "the replay asks start other after 0 steps, and the run asked start a, b after 0 steps"
+    asked = "the replay calls start other after 0 steps, but the run called start a, b after 0 steps"
     assert f"{recorded[0]}/schedule/rollout-0.jsonl:3: {asked}" in str(answer)
 
 
@@ -93,10 +93,10 @@ def test_what_was_not_asked_then_is_refused(recorded: Any) -> None:
     [
         ("", "was started more than once"),
         ('[0, "begin"]\n[0, "weights", "1"]\n[0, "begin"]\n', "was started more than once"),
-        ('[0, "begin"]\n[0, "flee"]\n', "no call: .0, 'flee'."),
-        ('[0, "begin"]\n{"at": 1}\n', "no call"),
-        ('[0, "begin"]\n[0, "sta', "not the schedule of an engine"),
-        ("[" * 100_000, "not the schedule of an engine"),
+        ('[0, "begin"]\n[0, "flee"]\n', "not a call: .0, 'flee'."),
+        ('[0, "begin"]\n{"at": 1}\n', "not a call"),
+        ('[0, "begin"]\n[0, "sta', "not a schedule of an engine"),
+        ("[" * 100_000, "not a schedule of an engine"),
     ],
 )
 def test_what_is_no_whole_schedule_is_refused(text: str, says: str, tmp_path: Path) -> None:
@@ -106,12 +106,12 @@ def test_what_is_no_whole_schedule_is_refused(text: str, says: str, tmp_path: Pa
 
 
 def test_a_run_without_one_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match=r"rollout-3.jsonl: there is no schedule of an engine: No such file"):
+    with pytest.raises(RolloutError, match=r"rollout-3.jsonl: an engine's schedule is missing: No such file"):
         Schedule(replays=tmp_path / "rollout-3.jsonl")
 
 
 def test_a_fleet_asks_whom_the_run_asked_in_its_order(tmp_path: Path) -> None:
-    """Weights that are there wait until both replicas have what they were given before."""
+    """Weights that are available wait until both replicas have the earlier calls of the recorded run."""
     trainer, run = Trainer(), tmp_path / "run"
     calls = [
         [[0, "weights", "1"], [0, "start", "d"], [1, "start", "a", "e"], [3, "weights", "2"]],

@@ -1,4 +1,4 @@
-"""Shares of the work, and what is concluded from deaths: bookkeeping without a process."""
+"""Division of the work, and reactions to deaths: bookkeeping without processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_prompt_alone_on_two_dead_replicas_is_named() -> None:
     work.assign(0, 1)
     work.requeue(0, "killed", has_served=True)
     work.assign(1, 1)
-    with pytest.raises(RolloutError, match=r"prompt bad: .* when 2 replicas died, the last of them: killed again"):
+    with pytest.raises(RolloutError, match=r"prompt bad: 2 replicas died while .* the last error: killed again"):
         work.requeue(1, "killed again", has_served=True)
 
 
@@ -77,7 +77,7 @@ def test_deaths_that_do_not_end_stop_the_run() -> None:
     assert taken == [["0"], ["1"], ["2"], ["3"]]  # every time another prompt is in flight
     for replica in range(MAX_DEATHS):
         work.requeue(replica, "broken", has_served=replica > 0)
-    with pytest.raises(RolloutError, match=f"{MAX_DEATHS + 1} replicas died during one rollout, the last of them: x$"):
+    with pytest.raises(RolloutError, match=f"{MAX_DEATHS + 1} replicas died during one rollout. The last error: x$"):
         work.requeue(MAX_DEATHS, "x\nits log", has_served=False)
 
 
@@ -90,9 +90,9 @@ def test_a_replica_that_never_served_is_itself_the_cause() -> None:
     with pytest.raises(RolloutError) as caught:
         work.requeue(0, "raised: head size 16 is not supported\n  last lines of its log", has_served=False)
     assert str(caught.value) == (
-        "4 replicas died, and none of them had finished a single sample: the engine cannot serve this model here. The "
-        "last of them: raised: head size 16 is not supported\n  last lines of its log\n  fix: what it said is above; "
-        "another rollout.engine or rollout.vllm settings, or a model that it supports"
+        "4 replicas died before they finished a single sample: the engine cannot serve this model here. The "
+        "last error: raised: head size 16 is not supported\n  last lines of its log\n  fix: see its error above; "
+        "change rollout.engine or rollout.vllm, or use a model that the engine supports"
     )
 
 
@@ -108,7 +108,7 @@ def test_a_prompt_that_kills_every_engine_at_its_first_token_is_found_all_the_sa
     assert keys(work.assign(0, 1)) == ["b/0", "b/1"]
     work.finish(0, finished("b/0", "b/1"))
     assert keys(work.assign(0, 1)) == ["bad/0", "bad/1"]
-    with pytest.raises(RolloutError, match=r"prompt bad: .* when 4 replicas died"):
+    with pytest.raises(RolloutError, match=r"prompt bad: 4 replicas died while"):
         work.requeue(0, "killed", has_served=True)
 
 
@@ -118,5 +118,5 @@ def test_what_cannot_be_right_is_generated_again_once() -> None:
     work.reject(0, "token -1")
     assert not work.in_flight(0)
     assert keys(work.assign(1, 1)) == ["a", "b"]
-    with pytest.raises(RolloutError, match=r"2 times what cannot be right; .* The last, replica 1: token -2"):
+    with pytest.raises(RolloutError, match=r"2 impossible answers; .* The last one, from replica 1: token -2"):
         work.reject(1, "token -2")

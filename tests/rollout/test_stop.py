@@ -1,4 +1,4 @@
-"""What ends a response: several tokens, or a text, in both engines alike, on a model that has a tokenizer."""
+"""Ends of a response: several tokens, or a text, equal in both engines, on a model with a tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokenizer(model: Path) -> ChatTokenizer:
 
 @pytest.fixture
 def started(model: Path, tmp_path: Path) -> Iterator[Callable[[str], RolloutEngine]]:
-    """Engines that serve what the model's files hold, and know its tokenizer."""
+    """Return a function that starts engines with the weights and the tokenizer of the model's files."""
     engines: list[RolloutEngine] = []
 
     def start(kind: str) -> RolloutEngine:
@@ -72,7 +72,7 @@ def test_texts_of_the_run_and_of_a_format_both_end_a_sample() -> None:
 def test_texts_and_tokens_end_responses_in_both_engines_alike(
     started: Callable[[str], RolloutEngine], tokenizer: ChatTokenizer
 ) -> None:
-    """The text is of two tokens. The log-probs stay those of the tokens drawn."""
+    """The text has two tokens. The log-probs remain those of the sampled tokens."""
     plain, other = started("transformers"), started("vllm")
     free = run(plain, wanted(tokenizer), Sampling())
     assert all(sample.finish == "length" for sample in free.values()), "nothing ends them"
@@ -103,10 +103,11 @@ def test_texts_and_tokens_end_responses_in_both_engines_alike(
 def test_a_text_of_the_prompt_ends_no_response(
     started: Callable[[str], RolloutEngine], tokenizer: ChatTokenizer, kind: str
 ) -> None:
-    """The text is among the last tokens of the prompt, which vLLM reads again to show the first one that is drawn.
+    """The text is among the last tokens of the prompt, which vLLM reads again before it returns the first sampled
+    token.
 
-    Were the last of them half a character, vLLM would find the text there, and end the response. Prompts and what is
-    observed are encoded from text, so that they end with whole ones.
+    If the prompt's last token were half a character, vLLM would find the text there and end the response. Prompts and
+    observations are encoded from text, so they end with whole characters.
     """
     ids = np.asarray(tokenizer(["12]\u00e9"], add_special_tokens=False)["input_ids"][0], np.int32)
     asked = [replace(request, prompt_ids=ids) for request in wanted(tokenizer)]

@@ -1,4 +1,4 @@
-"""The engine that others are held against: its distributions by hand, and its samples by the whole model at once."""
+"""The reference engine: its distributions by hand, and its samples by the whole model at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROBS = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
 
 
 def kept(sampling: Sampling) -> dict[int, float]:
-    """The tokens that can be drawn, and their chances."""
+    """Return the tokens that can be sampled, and their probabilities."""
     log_probs = sampled_log_probs(PROBS.log() + 3, sampling)
     return {token: float(x.exp()) for token, x in enumerate(log_probs) if x > -torch.inf}
 

@@ -23,7 +23,7 @@ PLAIN = Sampling()
 
 @pytest.fixture(scope="module")
 def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the engine puts temporary files while it starts."""
+    """The engine's directory for temporary files during its start."""
     return tmp_path_factory.mktemp("temporary")
 
 
@@ -48,7 +48,7 @@ def oracle(make_engine: Callable[..., RolloutEngine], small: Small) -> RolloutEn
 
 
 def assert_same(one: RolloutEngine, other: RolloutEngine, wanted: list[GenerationRequest], sampling: Sampling) -> None:
-    """The same tokens from both, and log-probs that differ by float32's rounding alone."""
+    """Both engines return the same tokens, and log-probs that differ only by float32 rounding."""
     ours, theirs = run(one, wanted, sampling), run(other, wanted, sampling)
     for request in wanted:
         mine, yours = ours[request.key], theirs[request.key]
@@ -196,7 +196,7 @@ def test_arguments_that_mrl_sets_are_refused(vllm: RolloutEngine, argument: dict
 
 
 def test_the_digest_is_of_what_is_held(vllm: RolloutEngine, small: Small) -> None:
-    """A tensor that changes on its way has another digest; one that arrives has the sender's."""
+    """A tensor that changes in transit gets another digest. An intact tensor has the sender's."""
     tensors = dict(fused(small("qwen3")))
     sent = {name: digest(tensor) for name, tensor in tensors.items()}
     tensors["model.layers.2.self_attn.qkv_proj.weight"][7, 3] += 1e-7
@@ -209,6 +209,6 @@ def test_the_digest_is_of_what_is_held(vllm: RolloutEngine, small: Small) -> Non
 
 
 def test_an_engine_leaves_no_file_behind_however_it_ends(vllm: RolloutEngine, temporary: Path) -> None:
-    """A killed process removes nothing: what lies there while it works lies there for good."""
+    """A killed process cleans up nothing: any file that exists while it works would stay."""
     assert run(vllm, requests(1, 1), PLAIN)
     assert list(temporary.iterdir()) == []

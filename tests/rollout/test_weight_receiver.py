@@ -1,4 +1,4 @@
-"""Receivers stand behind the trainer's ranks and meet them at the first receiver's socket."""
+"""Receivers have ranks after the trainer's, and meet them at the first receiver's socket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mrl.weight_sync.resharder import WeightSyncSpec
 
 @dataclass(frozen=True)
 class NotedRoute(WeightSyncSpec):
-    """A route that nobody joins; it keeps what it was asked, and where the ranks were to meet."""
+    """A route that no rank joins. It records the calls and the meeting point of the ranks."""
 
     joined: list[tuple[int, torch.device, Rendezvous | None]] = field(default_factory=list)
 

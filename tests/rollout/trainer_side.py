@@ -1,4 +1,4 @@
-"""A trainer's side of the handover for tests: whole models from files, as vLLM's shards or as they are."""
+"""A trainer's side of the handover for tests: whole models from files, as vLLM's shards or unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 
 
 def fused(model: Path, tp: int = 1, rank: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """What one rank of a vLLM engine holds of a model."""
+    """Yield the tensors of one rank of a vLLM engine."""
     reader = HfReader(model)
     for entry in rollout_tensors(read_spec(model), EngineSizes(tp), rank):
         tensor = torch.zeros(entry.shape)
@@ -35,14 +35,14 @@ def fused(model: Path, tp: int = 1, rank: int = 0) -> Iterator[tuple[str, Tensor
 
 
 def whole(model: Path) -> Iterator[tuple[str, Tensor]]:
-    """A model's tensors as its files have them."""
+    """Yield a model's tensors as its files have them."""
     reader = HfReader(model)
     for name, shape in hf_tensors(read_spec(model), "lm").items():
         yield name, reader.read(name, tuple((0, size) for size in shape))
 
 
 def send(settings: EngineSettings, version: int, tensors: Tensors, tp_rank: int = 0) -> dict[str, str]:
-    """Hand tensors to one process of a replica, as many to a bucket as go in; the digests that it replies."""
+    """Send tensors to one process of a replica, in as few buckets as possible. Return its digests."""
     path = socket_path(settings.sockets, settings.replica, tp_rank)
     sender = IpcSender(path, SLOT_BYTES, torch.device("cpu"), DEADLINE_S)
     try:
@@ -62,7 +62,7 @@ def send(settings: EngineSettings, version: int, tensors: Tensors, tp_rank: int 
 
 
 class InBackground:
-    """A function under way in a thread; `result` waits, and raises what it raised."""
+    """A function in a thread. `result` waits for it, and raises its exception."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._outcome: list[Any] = []
@@ -84,7 +84,7 @@ class InBackground:
 
 
 def update(engine: RolloutEngine, model: Path, version: int) -> list[dict[str, str]]:
-    """Bring an engine to the weights of a model's files; what each of its processes replied."""
+    """Send the weights of a model's files to an engine. Return the replies of its processes."""
     settings = engine.settings
     full = engine.full_tensor_reason
     sending = [

@@ -1,7 +1,7 @@
-"""Stand-ins for what takes Ray, Megatron or an engine: each writes into one journal what it was asked, in order.
+"""Fakes for Ray, Megatron and engines. All of them record their calls in one journal, in order.
 
-Rows come back in another order than they went in, samples are finished in reverse, and tickets of rewards are in no
-order at all: whoever goes by position instead of by name is seen.
+Rows come back in another order than they went in, samples finish in reverse, and tickets of rewards are unordered: code
+that relies on positions instead of names fails.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Probe:
 
 
 class Rewards:
-    """Outcomes as a function of the sample; tickets neither rise nor fall, and are drained in yet another order."""
+    """Outcomes as a function of the sample. Tickets are unordered, and are drained in yet another order."""
 
     def __init__(self, outcome: Callable[[Sample], Outcome]) -> None:
         self.outcome = outcome
@@ -392,7 +392,7 @@ class Validations:
 
 @dataclasses.dataclass
 class Scene:
-    """A trainer among stand-ins."""
+    """A trainer with fakes around it."""
 
     trainer: RayPPOTrainer
     components: Any
@@ -402,7 +402,7 @@ class Scene:
     journal: Journal
     roles: dict[str, Role]
     stored: list[DataProto]
-    """What was put into the object store."""
+    """Everything that was put into the object store."""
 
 
 @contextmanager

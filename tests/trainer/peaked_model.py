@@ -15,7 +15,7 @@ _LOGITS = 40.0
 
 
 def make_peaked(directory: Path) -> Path:
-    """Write the demo's model after some steps on sums whose digits nobody can guess, so that it is sure of the rest."""
+    """Write the demo's model after some steps on sums with random digits, so that it is certain of all other tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     make_model(directory, seed=1)

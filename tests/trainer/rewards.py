@@ -8,7 +8,7 @@ from mrl.rewards.sample import Sample
 
 
 def shortness(sample: Sample) -> float:
-    """Less for each token: a policy can always gain by it, whatever the model knows."""
+    """Return a reward that falls with each token, so that any policy can improve."""
     return 1.0 - sample.num_response_tokens / 8 + 0.1 * sample.response.count("1")
 
 

@@ -1,4 +1,4 @@
-"""Whole runs with batches ahead: real Ray, real Megatron, a real vLLM engine with a pool of its own, and without."""
+"""Whole runs with batches ahead: real Ray, real Megatron, and a real vLLM engine, in its own pool or not."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_weights_in_flight(name: str, overrides: tuple[str, ...], config: Path) 
     lost = [found.event for found in read_events(run / "events.jsonl") if isinstance(found.event, ReplicaLost)]
     assert not lost
     said = run_python("-c", THREADED, "train", "--replay", str(run))
-    assert f"equal to {run} to the bit, up to its last step, 4" in said
+    assert f"identical to {run}, bit for bit, up to its last step, 4" in said
     assert untimed(run.with_name(f"{name}-replay")) == lines
 
 

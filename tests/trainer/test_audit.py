@@ -48,8 +48,8 @@ def test_a_right_step_passes() -> None:
     [
         ({}, {"ppo_kl": 0.01}, "the ratio is 1 in the first update"),
         ({}, {"pg_clipfrac": 0.1}, "nothing is clipped in the first update"),
-        ({}, {"tokens": 59.0}, "every response token is learned from once: 119 of 120"),
-        ({}, {"distill_loss": -0.01, "teacher_mass": 1.0}, "no divergence from the teacher is below 0"),
+        ({}, {"tokens": 59.0}, r"every response token is used once per epoch \(119 of 120"),
+        ({}, {"distill_loss": -0.01, "teacher_mass": 1.0}, "no divergence from the teacher is negative"),
         ({"reward/kl": 0.01}, {}, "the KL to the reference is 0 before training"),
     ],
 )
@@ -66,7 +66,7 @@ def refused(config: Any, step: int, metrics: dict[str, float], updates: list[dic
     try:
         check_invariants(config, step, metrics, updates, tokens)
     except AuditFailed as error:
-        return str(error).startswith(f"step {step}: it does not hold that ")
+        return str(error).startswith(f"step {step}: ")
     return False
 
 
@@ -92,7 +92,7 @@ def test_what_is_no_number_does_not_hold(broken: dict[str, float]) -> None:
 
 def test_a_loss_that_clips_nothing_need_not_say_so_but_its_ratio_is_needed() -> None:
     assert not refused(CONFIG, 2, METRICS, [{"ppo_kl": 0.0, "tokens": 60.0}, LATER], 60)
-    with pytest.raises(AuditFailed, match="the loss reports ppo_kl, the mean log-ratio: tokens"):
+    with pytest.raises(AuditFailed, match="the loss reports ppo_kl, the mean log-ratio \\(tokens"):
         check_invariants(CONFIG, 2, METRICS, [{"tokens": 60.0}, LATER], 60)
 
 

@@ -1,4 +1,4 @@
-"""What `mrl train` says of what cannot work: before it asks for a device, in one message, without a traceback.
+"""Errors of `mrl train` for runs that cannot work: before it requests a device, in one message, without a traceback.
 
 Each case takes a run that would work and breaks one thing.
 """
@@ -171,8 +171,8 @@ CASES: dict[str, tuple[Break, list[str], str]] = {
     "an empty data file": (write("rows.jsonl", ""), [SOURCE], "rows.jsonl"),
     "an unknown toy task": (nothing, ["data.train.sums.dataset=toy:subtraction"], "no toy task"),
     "an unknown reward": (nothing, ["reward.functions.answer.name=gsm9k"], "gsm8k"),
-    "a reward module that is not there": (nothing, ["reward.functions.answer.name=nowhere:score"], "nowhere"),
-    "a reward option that is not there": (nothing, ["reward.functions.answer.options={strict: 1}"], "strict"),
+    "a reward module that does not exist": (nothing, ["reward.functions.answer.name=nowhere:score"], "nowhere"),
+    "a reward option that does not exist": (nothing, ["reward.functions.answer.options={strict: 1}"], "strict"),
     "a reward model that works": (scorer(), REWARD_MODEL, REACHED),
     "a reward model without a head": (scorer(lambda t: t.pop("score.weight")), REWARD_MODEL, "score.weight is missing"),
     "a reward model of other tokens": (scorer(lambda t: None, tokens_swapped), REWARD_MODEL, REACHED),

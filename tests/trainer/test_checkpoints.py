@@ -74,7 +74,7 @@ def test_every_flipped_bit_of_the_batches_drawn_ahead_is_seen(tmp_path: Path, ev
         content = bytearray(b"drawn")
         content[bit // 8] ^= 1 << bit % 8
         file.write_bytes(content)
-        with pytest.raises(CheckpointError, match="is not what was saved"):
+        with pytest.raises(CheckpointError, match="has a wrong checksum"):
             snapshots.newest()
 
 
@@ -88,7 +88,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path, events: EventLog) ->
 def test_a_checkpoint_is_whole_when_it_becomes_visible(
     tmp_path: Path, events: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is killed right after the rename has left a checkpoint, or none."""
+    """A process that is killed right after the rename leaves either a complete checkpoint or none."""
     seen, rename = [], Path.rename
 
     def watched(self: Path, target: Path) -> Path:
@@ -123,7 +123,7 @@ def test_damage_is_named_and_nothing_older_is_taken_in_silence(
         path.unlink()
     else:
         path.write_text(path.read_text()[:-5] if damage == "cut" else '{"format": "other", "step": 2}')
-    with pytest.raises(CheckpointError, match=r"the newest checkpoint is damaged: .*; the one before is step 1"):
+    with pytest.raises(CheckpointError, match=r"the newest checkpoint is damaged: .*; the previous one is step 1"):
         snapshots.newest()
 
 
@@ -149,14 +149,14 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path, event
 def test_a_checkpoint_by_its_name(tmp_path: Path, events: EventLog) -> None:
     directory = tmp_path / "checkpoints"
     snapshots = CheckpointManager(directory, 3, events)
-    with pytest.raises(CheckpointError, match='no checkpoint "latest"; steps that have one: none'):
+    with pytest.raises(CheckpointError, match='no checkpoint "latest"; saved steps: none'):
         find_checkpoint(directory, "latest")
     for step in (1, 2, 3):
         save(snapshots, step, is_best=step == 2)
     assert [find_checkpoint(directory, which).name for which in ("latest", "best", "1")] == [
         *("step-000003", "step-000002", "step-000001")
     ]
-    with pytest.raises(CheckpointError, match='no checkpoint "7"; steps that have one: 1, 2, 3'):
+    with pytest.raises(CheckpointError, match='no checkpoint "7"; saved steps: 1, 2, 3'):
         find_checkpoint(directory, "7")
 
 
@@ -186,7 +186,7 @@ def test_the_newest_are_kept_and_the_best_for_as_long_as_it_is(
         save(snapshots, step, is_best=step == 2)
     assert snapshots.steps() == kept
     save(snapshots, 7, is_best=True)
-    assert (2 in snapshots.steps()) == (keep >= 6), "the best of before has no place of its own any more"
+    assert (2 in snapshots.steps()) == (keep >= 6), "the previous best is no longer kept"
 
 
 def test_a_damaged_checkpoint_is_not_found_by_any_name(tmp_path: Path, events: EventLog) -> None:
@@ -194,14 +194,14 @@ def test_a_damaged_checkpoint_is_not_found_by_any_name(tmp_path: Path, events: E
     snapshots = CheckpointManager(directory, 3, events)
     (save(snapshots, 1, is_best=True) / "actor" / "manifest.json").write_text("{}")
     for which in ("latest", "best", "1"):
-        with pytest.raises(CheckpointError, match=r"actor/manifest.json is not what was saved"):
+        with pytest.raises(CheckpointError, match=r"actor/manifest.json has a wrong checksum"):
             find_checkpoint(directory, which)
 
 
 def test_a_checkpoint_of_another_step_is_none_of_this_one(tmp_path: Path, events: EventLog) -> None:
     snapshots = CheckpointManager(tmp_path / "checkpoints", 3, events)
     save(snapshots, 1).rename(tmp_path / "checkpoints" / "step-000004")
-    with pytest.raises(CheckpointError, match="it says format mrl-run-3, step 1"):
+    with pytest.raises(CheckpointError, match="the manifest has format mrl-run-3, step 1"):
         snapshots.newest()
 
 
@@ -217,7 +217,7 @@ def test_every_role_is_in_the_checkpoint_and_its_size_is_told(tmp_path: Path, ev
     assert (saved.what, saved.path, saved.bytes) == ("checkpoint", str(path), num_bytes)
     assert 0 <= saved.seconds < 60
     (path / "critic" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"critic/manifest.json is not what was saved"):
+    with pytest.raises(CheckpointError, match=r"critic/manifest.json has a wrong checksum"):
         snapshots.newest()
 
 
@@ -301,7 +301,7 @@ def test_a_checkpoint_is_of_the_moment_in_which_it_was_begun(tmp_path: Path, eve
     role.weights, state["drawn"] = "of step 3", 3
     assert snapshots.is_under_way
     assert not snapshots.is_written(), "one rank has not"
-    assert snapshots.steps() == [1], "what is not whole is not there"
+    assert snapshots.steps() == [1], "an incomplete checkpoint is not visible"
     role.is_written = [True, True]
     assert snapshots.is_written()
     snapshots.finish()
@@ -359,12 +359,12 @@ def test_a_hostile_pointer_is_a_typed_error_and_removes_nothing(text: bytes, tmp
     snapshots = CheckpointManager(tmp_path / "checkpoints", 1, events)
     save(snapshots, 7, is_best=True)
     (tmp_path / "checkpoints" / "best").write_bytes(text)
-    with pytest.raises(CheckpointError, match="it should name a checkpoint, one of step-000007"):
+    with pytest.raises(CheckpointError, match="it does not name a checkpoint; the checkpoints are: step-000007"):
         find_checkpoint(tmp_path / "checkpoints", "best")
     save(snapshots, 8)
     assert snapshots.steps() == [7, 8], "what may be the best is not removed on a damaged word"
     warned = [each.event.message for each in read_events(events.path) if isinstance(each.event, Warned)]
-    assert "none is removed" in warned[-1]
+    assert "no old checkpoint is removed" in warned[-1]
 
 
 @pytest.mark.parametrize("which", ["", "-1", "\u0667", "1e1", "../7", "step-000007"])

@@ -1,4 +1,4 @@
-"""What a team is made of and in which order, what it remembers, and what each role is told."""
+"""Parts of a run's components: their order of creation, saved state, and each role's arguments."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def test_workers_are_started_with_what_they_need(tmp_path: Path, stage: Stage) -
 def test_a_teacher_is_told_the_policys_vocabulary_and_temperature(
     tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both decide what its log-probs mean beside the policy's; the actor has the same temperature."""
+    """Both define the meaning of its log-probs relative to the policy's; the actor has the same temperature."""
     specs = {"policy": SimpleNamespace(vocab=90), "teacher": SimpleNamespace(vocab=99)}
     monkeypatch.setattr(made, "read_spec", specs.__getitem__)
     settings = TeacherConfig(path="teacher", max_tokens_per_device=64)

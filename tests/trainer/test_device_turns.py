@@ -41,7 +41,7 @@ def test_a_step_empties_allocators_once_per_turn_and_not_per_pass(tmp_path: Path
     turns.end()
     assert journal == ["actor", "critic", "actor"]
     turns.begin(critic)  # type: ignore[arg-type]
-    assert len(journal) == 3, "nobody else has computed since"
+    assert len(journal) == 3, "no other role has computed since"
 
 
 def test_a_role_with_devices_of_its_own_keeps_what_its_allocator_has(tmp_path: Path) -> None:

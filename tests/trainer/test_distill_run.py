@@ -74,7 +74,7 @@ def test_a_student_comes_near_to_its_teacher(directory: Path, form: str) -> None
     lines = train(directory, form, *LAYOUTS[form])
     apart = [line["val/teacher_kl"] for line in lines if "val/teacher_kl" in line]
     assert len(apart) == 5
-    assert apart[0] > 2.0, "before, it knows nothing of it"
+    assert apart[0] > 2.0, "it starts far from the teacher"
     assert apart[-1] < 0.8 * apart[0]
     losses = [line["actor/distill_loss"] for line in lines[1:]]
     assert sum(losses[-4:]) / 4 < 0.7 * losses[0]

@@ -69,7 +69,7 @@ def test_rounds_go_on_until_the_batch_is_full_of_prompts_that_teach() -> None:
 
 
 def test_it_does_not_go_on_for_ever() -> None:
-    with pytest.raises(RewardError, match="1 of 3 prompts have samples that score differently, after 2 rounds"):
+    with pytest.raises(RewardError, match="only 1 of 3 prompts have samples with different scores after 2 rounds"):
         full_batch(config(2), Prompts(), score_as({"4"}))  # type: ignore[arg-type]
 
 
@@ -93,7 +93,7 @@ def test_as_many_rounds_as_are_allowed_may_fill_the_batch(most_rounds: int) -> N
 
 def test_a_batch_that_never_fills_names_its_figures() -> None:
     prompts = Prompts()
-    with pytest.raises(RewardError, match=r"0 of 3 .* 3 rounds of 3 prompts each; all samples of 9 prompts score"):
+    with pytest.raises(RewardError, match=r"0 of 3 .* 3 rounds of 3 prompts each; 9 prompts have equal scores"):
         full_batch(config(3), prompts, score_as(set()))  # type: ignore[arg-type]
     assert prompts.num_drawn == 9
 

@@ -1,4 +1,4 @@
-"""Engines that compute otherwise than the trainer are seen one by one, and named."""
+"""Engines that differ from the trainer are detected and named individually."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.trainer.test_ppo import CONFIG
 
 TOKENS = [11, 12, 13, 14]
 SCORED = np.array([-0.5, -1.0, -1.5, -2.0])
-"""What the actor says of them."""
+"""Log-probs of the actor."""
 
 
 class Engines:
-    """Each answers with the same tokens, and log-probs that are off by a number of its own."""
+    """Each engine answers with the same tokens, and with log-probs that are off by its own constant."""
 
     def __init__(self, off: Mapping[int, Sequence[float]]) -> None:
         self.off = off
@@ -61,7 +61,7 @@ def words(text: Sequence[str], *, add_special_tokens: bool) -> dict[str, list[li
 
 
 class Stage:
-    """A probe among stand-ins."""
+    """A probe with fakes around it."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ def test_the_worst_engine_is_named_with_the_others(tmp_path: Path) -> None:
     stage = Stage(tmp_path, {0: [0.01] * 4, 1: [0.5] * 4, 2: [0.03] * 4}, probe_tolerance=0.1)
     with pytest.raises(AuditFailed) as failed:
         stage.run(step=4)
-    assert str(failed.value).startswith("step 4: engine 1 does not compute what the trainer computes: over 4 tokens")
+    assert str(failed.value).startswith("step 4: engine 1 and the trainer disagree on log-probs: over 4 tokens")
     assert "is 0.5; sync.probe_tolerance=0.1 (engine 0 0.01, engine 2 0.03)" in str(failed.value)
     assert stage.figures() == pytest.approx({"0": 0.01, "1": 0.5, "2": 0.03}, abs=1e-6), "the event has them as well"
 
 
 @pytest.mark.parametrize("engine", [0, 1])
 def test_what_is_no_number_is_the_worst(tmp_path: Path, engine: int) -> None:
-    with pytest.raises(AuditFailed, match=f"engine {engine} does not compute .* is nan"):
+    with pytest.raises(AuditFailed, match=f"engine {engine} and the trainer disagree .* is nan"):
         Stage(tmp_path, {engine: [math.nan, 0, 0, 0], 1 - engine: [9.0] * 4}).run()
 
 
@@ -182,9 +182,9 @@ def test_rounding_is_warned_of_and_counted_and_what_it_cannot_make_stops_the_run
     assert "Warning 3 of this kind" in third.message
     assert stage.probe.compare_step(3, {MEAN: 0.0}) == {"sync/engine_warnings": 0.0}, "of each step alone"
     stage.engines.off = {0: [0.0] * 4, 1: [10.1 * expected] * 4}
-    with pytest.raises(AuditFailed, match="engine 1 does not compute what the trainer computes"):
+    with pytest.raises(AuditFailed, match="engine 1 and the trainer disagree on log-probs"):
         stage.run(step=4)
-    with pytest.raises(AuditFailed, match="it does not hold that the engines sample from the trainer's weights"):
+    with pytest.raises(AuditFailed, match="the engines and the trainer disagree on the log-probs of the samples"):
         stage.probe.compare_step(4, {MEAN: 10.1 * expected})
     with pytest.raises(AuditFailed, match="is nan"):
         stage.probe.compare_step(4, {MEAN: math.nan})
@@ -203,8 +203,8 @@ def test_a_tolerance_of_the_user_stops_the_run_whatever_it_computes_in(
 @pytest.mark.parametrize(
     ("vllm", "said"),
     [
-        ({}, "makes about 0.019, which the engines' float32 heads avoid"),
-        ({"hf_overrides": {"head_dtype": "model"}}, "makes about 0.019 of it; the rounding of layers comes on top"),
+        ({}, "causes about 0.019; the engines' float32 heads avoid it"),
+        ({"hf_overrides": {"head_dtype": "model"}}, "causes about 0.019 of it; the rounding in layers adds to this"),
     ],
 )
 def test_a_warning_says_what_rounding_explains(
@@ -218,9 +218,9 @@ def test_a_warning_says_what_rounding_explains(
     (warning,) = stage.warnings()
     assert f"At an entropy of 1.2 nats, rounding logits to bfloat16 {said}" in warning.message
     stage.probe.compare_step(1, {MEAN: 0.06, "actor/entropy_mean": 0.1})
-    assert "At an entropy of 0.1 nats, rounding logits to bfloat16 makes about 0.0046" in stage.warnings()[-1].message
+    assert "At an entropy of 0.1 nats, rounding logits to bfloat16 causes about 0.0046" in stage.warnings()[-1].message
     stage.probe.compare_step(1, {MEAN: 0.06})
-    assert "unknown without the policy's entropy" in stage.warnings()[-1].message
+    assert "Without the policy's entropy" in stage.warnings()[-1].message
 
 
 MEAN = "mismatch/log_prob_abs_diff_mean"
@@ -230,7 +230,7 @@ def refused(stage: Stage, metrics: dict[str, float], step: int = 1) -> bool:
     try:
         stage.probe.compare_step(step, metrics)
     except AuditFailed as error:
-        return str(error).startswith(f"step {step}: it does not hold that ")
+        return str(error).startswith(f"step {step}: ")
     return False
 
 
@@ -240,7 +240,7 @@ def test_all_samples_of_each_step_are_compared(tmp_path: Path, name: str) -> Non
     assert [step for step in range(1, 5) if refused(stage, {name: 0.06}, step)] == [1, 2, 3, 4]
     assert not any(refused(stage, {name: 0.04}, step) for step in range(1, 8))
     assert not refused(Stage(tmp_path, {}, probe_every=0), {name: 0.06})
-    assert refused(Stage(tmp_path, {}), {name: 0.06}), "and each step, unless told otherwise"
+    assert refused(Stage(tmp_path, {}), {name: 0.06}), "and each step by default"
     assert not refused(Stage(tmp_path, {}), {})
     assert not refused(stage, {name: 0.06, "async/staleness/max": 1.0}), "the policy has moved since"
     assert refused(stage, {name: 0.06, "async/staleness/max": 0.0})
@@ -266,8 +266,8 @@ def test_a_healthy_run_of_a_trained_model_in_bfloat16_goes_on(tmp_path: Path) ->
     run_mrl("train", str(config), "run.name=healthy", *settings)
     rounded = ["rollout.vllm.hf_overrides={head_dtype: model}", "sync.probe_tolerance=0.02"]
     printed = run_mrl("train", str(config), "run.name=rounded", *settings, *rounded, exit_code=1)
-    assert "engine 0 does not compute what the trainer computes" in printed
-    assert re.search(r"At an entropy of \S+ nats, rounding logits to bfloat16 makes about 0\.0\d+ of it", printed)
+    assert "engine 0 and the trainer disagree on log-probs" in printed
+    assert re.search(r"At an entropy of \S+ nats, rounding logits to bfloat16 causes about 0\.0\d+ of it", printed)
     events = {name: [each.event for each in read_events(tmp_path / "runs" / name / "events.jsonl")] for name in RUNS}
     healthy, too_far = (
         next(event.mean_differences["0"] for event in events[name] if isinstance(event, EnginesCompared))
@@ -291,7 +291,7 @@ def test_one_of_two_engines_that_keeps_old_weights_stops_the_run(tmp_path: Path)
     engine = "rollout.engine=tests.rollout.forgetful_engine:ForgetfulEngine"
     settings = ["rollout.replicas=2", "sync.probe_every=3", "training.save_every=0"]
     printed = run_mrl("train", str(config), "run.name=one", engine, *settings, exit_code=1)
-    assert "step 3: engine 1 does not compute what the trainer computes" in printed
+    assert "step 3: engine 1 and the trainer disagree on log-probs" in printed
     events = [each.event for each in read_events(tmp_path / "runs" / "one" / "events.jsonl")]
     first, last = [event for event in events if isinstance(event, EnginesCompared)]
     assert (first.step, last.step) == (1, 3)

@@ -22,7 +22,7 @@ from tests.trainer.test_validation import Rows
 
 
 def test_each_setting_is_sampled_as_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines and rewards are stand-ins: what is asked of them, and what is made of it, is the verb's own."""
+    """Engines and rewards are fakes. The test covers the verb's own requests and results."""
     said: list[str] = []
 
     def answer(request: GenerationRequest, sampling: Sampling) -> list[int]:

@@ -1,4 +1,4 @@
-"""From prompts to scored samples: every row has its own response and its own score, in whatever order they come."""
+"""From prompts to scored samples: every row gets its own response and its own score, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_tokenizer_without_an_end_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_any_of_the_end_tokens_ends_a_response_and_is_no_part_of_its_text(tmp_path: Path) -> None:
-    """A text that ends one stays in it, and so does a last token that ends nothing."""
+    """A text that ends a response stays in it. A last token that does not end responses stays, too."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 103]}')

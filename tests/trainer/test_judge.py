@@ -1,4 +1,4 @@
-"""The judge on engines of the run's own: vLLM's real server, its key, its death, and what is left of it."""
+"""The judge on the run's own engines: vLLM's real server, its key, its death, and its cleanup."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.rewards.conftest import make_sample, marked, settle
 VLLM = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
 SERVICE = {"max_tokens": 4, "attempts": 1, "timeout_s": 30.0}
 ANY = {"pattern": "()", "values": {"": 0.5}}
-"""A verdict that whatever a random model writes has."""
+"""A verdict that matches any output of a random model."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def status(url: str, key: str = "") -> int:
 
 
 def server_process(key: str) -> int:
-    """The server itself, which nobody but its parent started with such arguments."""
+    """The server's process, identified by its arguments."""
     (found,) = [pid for pid in marked(key) if _arguments(pid)[2:4] == [b"-m", b"vllm.entrypoints.openai.api_server"]]
     return found
 
@@ -84,7 +84,7 @@ def _arguments(pid: int) -> list[bytes]:
 
 @pytest.mark.slow
 def test_the_runs_own_judge(run_context: RunContext, judges: Callable[..., RewardManager], tmp_path: Path) -> None:
-    """It judges for whoever has the key, comes back when it was killed, and is gone with the run."""
+    """The server answers requests with the key, restarts after it was killed, and ends with the run."""
     keys: list[str] = []
 
     def use() -> None:
@@ -145,6 +145,6 @@ def wait_for(url: str) -> None:
 def test_a_server_that_cannot_start_says_where_its_log_is(run_context: RunContext, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", seed=1)
     (model / "config.json").write_text('{"model_type": "nothing-known"}')
-    expected = r"rank-0\.log: the judge's server ended before it answered"
+    expected = r"rank-0\.log: the judge server ended before it answered"
     with pytest.raises(WorkerRaised, match=expected), served(run_context, model):
         pass

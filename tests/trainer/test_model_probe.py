@@ -1,4 +1,4 @@
-"""Models that no engine is held against: another one than their files say stops the run before the first update."""
+"""Models that are not compared with an engine: if one differs from its files, the run stops before the first update."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ran(directory: Path, verb: str, *overrides: str) -> tuple[int, str]:
 
 
 def compared(directory: Path) -> dict[str, ModelCompared]:
-    """What was found, by role."""
+    """Recorded comparisons, by role."""
     events = [each.event for each in read_events(directory / "run" / "events.jsonl")]
     return {event.role: event for event in events if isinstance(event, ModelCompared)}
 
@@ -52,8 +52,8 @@ def compared(directory: Path) -> dict[str, ModelCompared]:
 def test_sft_does_not_train_another_model_than_the_files_hold(worker: str, tmp_path: Path) -> None:
     status, said = ran(tmp_path, "sft", f"actor.worker=tests.trainer.wrong_models:{worker}", *FEW)
     assert status == 1, said
-    assert f"actor does not compute the model of {tmp_path}/model: on a fixed text of 48 tokens its log-probs" in said
-    assert "fix: mrl verify layout CONFIG compares the layout on a small model" in said
+    assert f"actor and transformers disagree on {tmp_path}/model: on a fixed text of 48 tokens its log-probs" in said
+    assert "fix: run mrl verify layout CONFIG, which compares the layout on a small model" in said
     event = compared(tmp_path)["actor"]
     assert event.difference > 10 * event.limit
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
@@ -65,9 +65,9 @@ def test_a_critic_is_the_model_of_its_files(tmp_path: Path) -> None:
     worker = "critic.worker=tests.trainer.wrong_models:WrongNormCritic"
     status, said = ran(tmp_path, "train", worker, *engine)
     assert status == 1, said
-    assert f"critic does not compute the model of {tmp_path}/model: on a fixed text of 48 tokens its hidden" in said
+    assert f"critic and transformers disagree on {tmp_path}/model: on a fixed text of 48 tokens its hidden" in said
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-    assert compared(tmp_path).keys() == {"critic"}, "engines are held against the actor"
+    assert compared(tmp_path).keys() == {"critic"}, "engines are compared with the actor"
 
 
 RIGHT = [

@@ -93,7 +93,7 @@ def test_scores_are_normalized_cut_and_weighed_in_this_order() -> None:
     assert scored.batch["scores"].tolist() == [1.0 + 15.0, 0.0 - 5.0, 0.25 - 15.0]
     assert scored.metrics["reward/model/clipped_share"] == pytest.approx(2 / 3)
     assert scored.metrics["reward/model/scaled_mean"] == pytest.approx((1.5 - 0.5 - 1.5) / 3)
-    assert scored.metrics["reward/model/mean"] == pytest.approx(-10 / 3), "what it said itself"
+    assert scored.metrics["reward/model/mean"] == pytest.approx(-10 / 3), "the model's raw score"
 
 
 def test_a_response_that_was_cut_off_may_be_scored_by_rule() -> None:
@@ -102,7 +102,7 @@ def test_a_response_that_was_cut_off_may_be_scored_by_rule() -> None:
     scored = models.add(samples(), learn=True)
     assert scored.batch["scores"].tolist() == [1.0 - 2.0, 0.0 + 2.0, 0.25 - 6.0]
     assert scored.metrics["reward/model/truncated_share"] == pytest.approx(1 / 3)
-    assert scored.metrics["reward/model/running_mean"] == 2.0, "what no score is of is not learned from"
+    assert scored.metrics["reward/model/running_mean"] == 2.0, "samples without a score are not learned from"
 
 
 def test_running_mean_and_spread_are_those_of_all_scores() -> None:
@@ -119,7 +119,7 @@ def test_running_mean_and_spread_are_those_of_all_scores() -> None:
     assert scale.state_dict()["num"] == 73
     alike = ScoringModel("", ModelScoreConfig(running=True), NO_CLIENT)
     alike.learn(np.full(4, 2.5))
-    assert alike.scaled(np.full(4, 2.5))[0].tolist() == [0.0] * 4, "scores that are all alike say nothing"
+    assert alike.scaled(np.full(4, 2.5))[0].tolist() == [0.0] * 4, "equal scores become 0"
 
 
 def test_validation_and_greedy_answers_are_not_learned_from() -> None:
@@ -191,7 +191,7 @@ def test_a_scorer_with_other_tokens_is_given_texts_which_is_said(tmp_path: Path)
     tokenizer, config = load_tokenizer(str(policy)), config_of(policy, scorer)
     ((role, said),) = check_reward_models(config, tokenizer)
     assert role == "reward_model"
-    assert f"{scorer} reads texts, which are cut into its own tokens and put into its template: " in said
+    assert f"{scorer} reads texts, tokenized again with its own tokenizer and template: " in said
     (model,) = scoring_models(config, {"reward_model": None}, tokenizer)
     assert model.encoder is not None
     (same,) = scoring_models(config_of(policy, policy), {"reward_model": None}, tokenizer)
@@ -199,7 +199,7 @@ def test_a_scorer_with_other_tokens_is_given_texts_which_is_said(tmp_path: Path)
     agent = AgentConfig(environments={"shop": EnvironmentConfig(name="a:b")})
     with pytest.raises(ModelError, match="conversations with environments are token ids") as caught:
         list(check_reward_models(replace(config, agent=agent), tokenizer))
-    assert caught.value.fix == "a reward model with the policy's tokenizer"
+    assert caught.value.fix == "choose a reward model with the policy's tokenizer"
     (scorer / "chat_template.jinja").unlink()
     with pytest.raises(DataError, match="has no chat template"):
         list(check_reward_models(config, tokenizer))
@@ -220,15 +220,15 @@ def test_texts_go_over_by_rows_and_what_does_not_fit_is_named(tmp_path: Path) ->
     ModelScores([model]).add(replace(found, batch=batch))
     (rows,) = given
     assert rows.row_ids.tolist() == [7, 8, 9]
-    assert rows.lengths("responses").tolist() == [4, 3, 5], "the end is not there where it was cut"
+    assert rows.lengths("responses").tolist() == [4, 3, 5], "a cut response has no end token"
     long = batch.with_column("response_text", ["one", "two and more", "three"])
     with pytest.raises(
-        RewardError, match=r"sample 8 of prompt a has 32 tokens by its tokenizer; .* holds 30"
+        RewardError, match=r"sample 8 of prompt a has 32 tokens with the reward model's tokenizer; .* holds 30"
     ) as caught:
         ModelScores([model]).add(replace(found, batch=long))
     assert (caught.value.where, caught.value.fix) == (
         "reward_models.x",
-        "a larger reward_models.x.max_tokens_per_device",
+        "increase reward_models.x.max_tokens_per_device",
     )
 
 

@@ -24,7 +24,7 @@ RESOURCES: Any = SimpleNamespace(nodes=[SimpleNamespace(node_id=f"id{number}", n
 
 
 class Nodes:
-    """What each node answers when it is asked, and then when it may download."""
+    """Answers of each node: to the first question, and when it may download."""
 
     def __init__(self, before: dict[str, str], after: dict[str, str]) -> None:
         self.answers = {False: before, True: after}
@@ -59,7 +59,7 @@ def test_nodes_that_have_the_models_are_asked_once(tmp_path: Path, monkeypatch: 
 
 def test_a_node_that_lacks_them_fetches_them_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = Nodes({"id2": "not here"}, {})
-    assert bring(tmp_path, monkeypatch, nodes) == [Warned("models", "1 of 2 nodes fetch what they lack: n2")]
+    assert bring(tmp_path, monkeypatch, nodes) == [Warned("models", "1 of 2 nodes download models: n2")]
     assert nodes.asked[1:] == [(["id2"], "mrl.hub:node_lacks", [["policy"], True], 7200.0)]
 
 

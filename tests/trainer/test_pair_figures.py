@@ -83,7 +83,7 @@ def test_scores_of_a_new_head_are_ties() -> None:
     found = figures_of(*[("a", [(0.0, 2), (0.0, 5)])] * 4)
     assert (found["val/accuracy"], found["val/margin"], found["val/calibration_error"]) == (0.5, 0, 0)
     assert found["val/loss"] == pytest.approx(np.log(2))
-    assert "val/score_length_correlation" not in found, "of scores that are all alike there is none"
+    assert "val/score_length_correlation" not in found, "equal scores have no correlation"
 
 
 def test_by_which_half_is_longer() -> None:
@@ -147,7 +147,7 @@ def test_a_model_that_says_no_more_than_length_is_warned_of() -> None:
     assert about() == []
     assert about(longer_wins=0.7) == ["length wins"]
     assert about(longer_wins=0.69) == []
-    assert about(accuracy=0.5) == [], "halves of one length say nothing of length"
+    assert about(accuracy=0.5) == [], "with equal lengths there is no length effect"
     assert about(longer_wins=0.9, pairs=29) == []
     assert about(score_length_correlation=0.91) == about(score_length_correlation=-0.91) == ["length and score"]
     assert about(score_length_correlation=0.9) == []
@@ -158,7 +158,7 @@ def test_what_was_preferred_has_become_less_likely() -> None:
     assert about(**{"log_prob/chosen_moved": -0.5}) == []
     assert about(**{"log_prob/chosen_moved": -0.62}) == ["preferred responses"]
     ((_, message),) = warnings_of({"val/log_prob/chosen_moved": -0.62})
-    assert "less likely: by 0.62 nats per token" in message
+    assert "less likely, by 0.62 nats per token" in message
     assert "preference.sft_weight=" in message
     assert list(warnings_of({"val/loss": 1.0})) == [], "other tasks have other figures"
 

@@ -66,7 +66,7 @@ def train(config: Path, name: str, *overrides: str) -> tuple[list[dict[str, Any]
 
 
 def hashes(checkpoint: Path) -> dict[str, Any]:
-    """What the manifests of a checkpoint say of its files."""
+    """Return the hashes of a checkpoint's files in its manifests."""
     return {
         role: json.loads((checkpoint / role / "manifest.json").read_text())["files"] for role in ("actor", "critic")
     }
@@ -102,8 +102,9 @@ EVERYTHING = (
     "data={sampler: difficulty, sampler_options: {between: [0.0, 1.0]}}",
     "data.train.sums.options.largest=13",  # 14 prompts, of which 24 are drawn
 )
-"""What a resumed run could forget: the coefficient of the KL, the best so far, when it is validated, and which prompts
-rest because they were too easy or too hard."""
+"""State that a resumed run could lose: the KL coefficient, the best score so far, the next validation, and the prompts
+that rest because they were too easy or too hard.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def began(config: Path, name: str) -> Path:
 
 
 def state(run: Path) -> dict[str, Any]:
-    """What the last checkpoint says beside the models, and which is the best."""
+    """Return the last checkpoint's state without the models, and the best step."""
     kept: dict[str, Any] = json.loads((run / "checkpoints" / "step-000003" / "manifest.json").read_text())["state"]
     return {"trained": kept["trained"], "best": kept["best"], "is": (run / "checkpoints" / "best").read_text()}
 
@@ -190,7 +191,7 @@ class FullDisk:
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_costs_no_figure(config: Path, whole: tuple[list[dict[str, Any]], str]) -> None:
-    """Every process of the run meets it, at whatever it writes: checkpoints, metrics, events, samples, logs."""
+    """Every write of every process of the run fails: checkpoints, metrics, events, samples, logs."""
     run = config.parent / "runs" / "full"
     disk = FullDisk(run)
     often = ("training.save_every=1", "training.samples_every=1", "run.name=full")
@@ -203,9 +204,9 @@ def test_a_disk_that_is_full_for_a_while_costs_no_figure(config: Path, whole: tu
     assert untimed(run) == whole[0]
     assert {"checkpoints", "metrics.jsonl", "events.jsonl", "samples", "logs"} <= (+disk.refused).keys(), disk.refused
     for said in (
-        "checkpoint: not saved, which is tried again",
-        "metrics.jsonl cannot be written",
-        "samples: cannot be",
+        "checkpoint: not saved, retrying",
+        "cannot write metrics.jsonl",
+        "samples: cannot write",
     ):
         assert said in printed
     events = [record.event for record in read_events(run / "events.jsonl")]
@@ -224,7 +225,7 @@ def test_reference_on_its_own_devices_gives_the_same_numbers(
     lines, _ = train(config, "reference-apart", *EVERYTHING, *placement)
     assert lines == whole[0]
     assert lines[-1]["reward/kl"] != 0
-    assert [*(run / "logs").glob("reference.*")], "it had processes of its own"
+    assert [*(run / "logs").glob("reference.*")], "it had separate processes"
     loaded = [record.event for record in read_events(run / "events.jsonl") if isinstance(record.event, ModelLoaded)]
     assert "reference" in {event.role for event in loaded}
     assert not (run / "checkpoints" / "step-000003" / "reference").exists(), "it is never saved"
@@ -249,7 +250,7 @@ def test_a_run_goes_on_in_another_layout(config: Path, whole: tuple[list[dict[st
 def test_a_checkpoint_measured_by_itself_has_the_figures_of_the_run(
     config: Path, whole: tuple[list[dict[str, Any]], str], tmp_path: Path
 ) -> None:
-    """Engines that load its files say what those said that the trainer sent its weights to."""
+    """Engines that load the run's files give the same answers as engines with weights from the trainer."""
     run, file = config.parent / "runs" / "small", tmp_path / "eval.json"
     where = [f"--output={file}", "--temperatures=1,0"]
     printed = run_mrl("eval", str(run), "--checkpoint=1", *where)

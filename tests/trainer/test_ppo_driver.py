@@ -36,7 +36,7 @@ LENGTHS = [2, 3, 4, 2]
 
 
 def seen(role: Any, method: str) -> list[DataProto]:
-    """What a role was given, call by call."""
+    """Inputs of a role, call by call."""
     assert isinstance(role, Role)
     return role.batches.get(method, [])
 
@@ -67,7 +67,7 @@ def test_a_step_goes_through_its_phases_in_order(tmp_path: Path) -> None:
         "weights changed",
     ]
     updates = found.screen.done[-8:]
-    assert updates == [(0, 4), (1, 4), (2, 4), (3, 4)] * 2, "each role tells how many of its updates are done"
+    assert updates == [(0, 4), (1, 4), (2, 4), (3, 4)] * 2, "each role reports how many of its updates are done"
 
 
 def test_turns_on_shared_devices_end_with_the_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_steps_are_numbered_from_one_and_draw_other_seeds(tmp_path: Path) -> Non
 def test_a_step_that_learns_from_too_few_tokens_is_refused(tmp_path: Path) -> None:
     with scene(make_config(tmp_path, batch=TWO_BY_TWO), tmp_path) as found:
         found.trainer.updates = lambda batch, num_samples: [batch.take([0, 1])] * 2  # type: ignore[method-assign]
-        with pytest.raises(AuditFailed, match="every response token is learned from once: 10 of 22"):
+        with pytest.raises(AuditFailed, match=r"every response token is used once per epoch \(10 of 22"):
             found.trainer.step()
         assert found.trainer.num_steps_done == 0
 
@@ -270,7 +270,7 @@ def remax_outcome(sample: Sample) -> Outcome:
 
 
 def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path: Path) -> None:
-    """Sample 1, of the first prompt, gets no score; nor does the greedy answer to the third prompt."""
+    """Sample 1, of the first prompt, and the greedy answer to the third prompt get no score."""
     config = make_config(tmp_path, algorithm={"advantage": "remax"}, batch={"prompts_per_step": 3})
     with scene(config, tmp_path, remax_outcome, remax_answer) as found:
         report = found.trainer.step()
@@ -284,7 +284,7 @@ def test_the_baseline_of_remax_is_the_greedy_answer_to_the_same_prompt(tmp_path:
     assert report.metrics["reward/score/mean"] == pytest.approx(514 / 5), "of what was sampled"
     (advantage,) = seen(found.components.actor, "compute_advantages")
     assert set(advantage.columns()) == TRAIN_COLUMNS | {"baseline_scores", "position"}
-    assert advantage["position"].tolist() == [0, 1, 2], "where their uids stand, which are no row ids"
+    assert advantage["position"].tolist() == [0, 1, 2], "positions of their uids, not row ids"
     (whole,) = found.components.actor.whole
     assert list(whole.uids) == ["p0", "p1", "p1"]
 
@@ -309,7 +309,7 @@ def test_dynamic_sampling_goes_by_whole_scores(tmp_path: Path) -> None:
     alike: Any = lambda sample: Score(0.5, {"rule": 0.5}, 0.0)  # noqa: E731
     for name in ("without", "with"):
         (tmp_path / name).mkdir()
-    what = "0 of 2 prompts have samples that score differently"
+    what = "only 0 of 2 prompts have samples with different scores"
     without = scene(make_config(tmp_path, algorithm=algorithm), tmp_path / "without", alike)
     with without as found, pytest.raises(RewardError, match=what):
         found.trainer.step()
@@ -357,7 +357,7 @@ def test_own_metrics_stand_beside_the_others_and_cannot_hurt(tmp_path: Path) -> 
         assert report.metrics["own/longest_text"] == max(map(len, report.batch["response_text"]))
     said = [record.event for record in read_events(tmp_path / "events.jsonl")]
     warned = [event.message for event in said if isinstance(event, Warned)]
-    assert warned == [f"{names[0]} failed, and its figures are missing: KeyError: 'absent'"], "once"
+    assert warned == [f"the function {names[0]} failed, so its metrics are missing: KeyError: 'absent'"], "once"
 
 
 def test_the_tensors_of_a_step_are_written_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A whole run from the driver's side: when it validates, saves, stops, and how it goes on."""
+"""A whole run from the driver's side: when it validates, saves, stops, and how it resumes."""
 
 from __future__ import annotations
 
@@ -134,19 +134,21 @@ def test_a_figure_that_is_missing_makes_no_best_and_is_said(tmp_path: Path) -> N
     config = config_of(tmp_path, validation={"every": 5, "best_metric": "val/solved/maj@1"})
     with scene(config, tmp_path, validations=[0.1, 0.2]) as found:
         found.trainer.fit()
-    said = "warning: validation: there is no val/solved/maj@1: no checkpoint of this step can be the best"
+    said = "warning: validation: the figure val/solved/maj@1 is missing: this checkpoint cannot become the best"
     assert found.screen.said == [said] * 2
     assert not (tmp_path / "checkpoints" / "best").exists()
 
 
 def test_another_figure_is_not_compared_with_the_best_so_far(tmp_path: Path) -> None:
-    """Resumed with a figure whose values are far lower, a run finds a best of its own, and says so."""
+    """A run that resumes with another figure, whose values are far lower, finds its own best, and warns."""
     config = config_of(tmp_path, training={"steps": 2}, validation={"every": 1})
     with scene(config, tmp_path, validations=[0.1, 0.9, 0.8]) as found:
         found.trainer.fit()
     later = {"every": 1, "keep_best": True, "best_mode": "min"}
     with scene(config_of(tmp_path, validation=later), tmp_path, validations=[0.7, 0.8, 0.6]) as found:
-        what = "the best was the max of val/score/mean@1; it begins anew as the min of val/score/mean@1"
+        what = (
+            "the best checkpoint was chosen by the max of val/score/mean@1; from now on, by the min of val/score/mean@1"
+        )
         assert f"warning: validation: {what}" in found.screen.said
         found.trainer.fit()
     assert saved_steps(tmp_path) == [2, 3, 5]

@@ -1,4 +1,4 @@
-"""`mrl rm` and `mrl dpo`, whole: resumed runs equal whole ones, and their models say elsewhere what they said here."""
+"""Whole runs of `mrl rm` and `mrl dpo`: resumed runs equal whole ones, and exported models give the same scores."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_an_exported_reward_model_says_elsewhere_what_it_said_here(directory: Pa
         for prompt, *answers in held_pairs()
         for answer in answers
     ]
-    # The template breaks the line behind the end of a turn, which nobody says.
+    # The template adds a line break after the end of a turn, which no message contains.
     ids = [tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"] for text in texts]
     assert all(each[-1] == tokenizer.eos_token_id for each in ids)
     scores = []

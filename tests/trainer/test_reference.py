@@ -31,7 +31,7 @@ NO_COLUMNS = ColumnsConfig(data_source=None, ability=None, extra_info=None)
 
 
 def said(prompt: list[int], response: list[int]) -> list[float]:
-    """What the policy says before training."""
+    """Log-probs of the policy before training."""
     return [-(token + len(prompt) / 8 + sum(prompt) / 64 + at / 4) for at, token in enumerate(response)]
 
 
@@ -169,8 +169,8 @@ def test_the_first_epoch_is_computed_as_it_is_trained(lab: PairLab) -> None:
     assert [sum(map(len, rows)) for rows, _ in group.of("reference")[:2]] == [8, 2]
     ((*_, (setup, _), _),) = lab.workers
     assert not setup.keeps_reference
-    assert lab.said[-1] == f"reference: 13 prompts with their responses are in {lab.directory / FILE}"
-    assert "reference: 4 of at most 13 prompts with their responses" in lab.said
+    assert lab.said[-1] == f"reference: stored 13 prompts with their responses in {lab.directory / FILE}"
+    assert "reference: computed 4 of at most 13 prompts with their responses" in lab.said
     lines = read_metrics(lab.directory / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
 
@@ -198,7 +198,7 @@ def test_the_rows_of_training_are_those_without_it(lab: PairLab) -> None:
         ({"a": 10}, {"steps": 9}, 3),  # each row once, in the batches of the first epoch, the last of which goes beyond
         ({"a": 10}, {"steps": None, "epochs": 4}, 3),
         ({"a": 12}, {"steps": None, "epochs": 1}, 3),
-        ({"a": 4, "b": 20}, {"steps": None, "epochs": 2}, 10),  # the small one's are drawn again beside new ones
+        ({"a": 4, "b": 20}, {"steps": None, "epochs": 2}, 10),  # the small source repeats while the large one continues
         ({"a": 4, "b": 20}, {"steps": 3, "epochs": 2}, 3),
     ],
 )
@@ -250,7 +250,7 @@ def test_a_run_that_is_told_to_stop_keeps_what_it_has_computed(lab: PairLab) -> 
     lab.stop_after = 0
     first = trained(lab, steps=3)
     assert first.kinds() == ["reference"]
-    assert lab.said[-1] == "stopped before the reference was computed; the same command goes on"
+    assert lab.said[-1] == "stopped before the reference was computed; run the same command to resume"
     lab.stop_after = 99
     second = trained(lab, steps=3)
     assert first.of("reference") + second.of("reference") == whole
@@ -317,7 +317,9 @@ def test_what_is_read_is_what_was_written(lab: PairLab) -> None:
 def test_a_damaged_file_is_refused(damage: Callable[[bytes], bytes], lab: PairLab) -> None:
     path = saved(lab)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(CheckpointError, match=r"log-probs cannot be read: .*\n  fix: move the file away") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"cannot read the log-probs of the reference: .*\n  fix: move the file away"
+    ) as caught:
         trained(lab)
     assert caught.value.where == str(path)
 
@@ -330,7 +332,7 @@ def test_what_is_no_file_is_refused(lab: PairLab) -> None:
 
 def test_a_file_that_cannot_be_written_is_an_error(lab: PairLab) -> None:
     (lab.directory / f".{FILE}.tmp").mkdir()
-    with pytest.raises(CheckpointError, match=r"cannot be written: .*\n  fix: free space there"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*\n  fix: free space on that disk"):
         saved(lab)
 
 
@@ -344,12 +346,12 @@ def other_weights(lab: PairLab) -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (other_weights, r"model.path was sha256 [0-9a-f]{64}, and is sha256 "),
+        (other_weights, r"model.path was sha256 [0-9a-f]{64}, now sha256 "),
         (lambda lab: (lab.directory / "model-of-before" / "config.json").write_text("{ }"), "model.path was sha256 "),
-        (lambda lab: lab.change(actor={"dtype": "float32"}), "actor.dtype was bfloat16, and is float32"),
+        (lambda lab: lab.change(actor={"dtype": "float32"}), "actor.dtype was bfloat16, now float32"),
         (
             lambda lab: lab.change(actor={"megatron": {"bias_dropout_fusion": True}}),
-            "actor.megatron was {}, and is {'bias_dropout_fusion': True}",
+            "actor.megatron was {}, now {'bias_dropout_fusion': True}",
         ),
     ],
 )
@@ -359,7 +361,7 @@ def test_what_another_model_said_is_refused(change: Callable[[PairLab], None], w
     with pytest.raises(CheckpointError, match=what) as caught:
         trained(lab, steps=3)
     assert caught.value.where == str(lab.directory / FILE)
-    assert caught.value.fix.startswith("set it back, or move the file away: it is computed anew")
+    assert caught.value.fix.startswith("undo the change, or move the file away: mrl recomputes it")
 
 
 def test_the_commit_stands_for_a_model_of_the_hub(lab: PairLab) -> None:
@@ -368,7 +370,7 @@ def test_the_commit_stands_for_a_model_of_the_hub(lab: PairLab) -> None:
     saved(lab)
     assert len(lab.kept()) == 2
     lab.change(model={"path": names[1]})
-    with pytest.raises(CheckpointError, match=f"model.path was {names[0]}, and is {names[1]}"):
+    with pytest.raises(CheckpointError, match=f"model.path was {names[0]}, now {names[1]}"):
         lab.kept()
 
 
@@ -378,8 +380,8 @@ def test_another_layout_goes_on_and_says_so(lab: PairLab) -> None:
     lab.change(actor={"parallel": ParallelConfig(pp=2), "megatron": {"recompute_granularity": "full"}})
     lab.change(placement={"pools": {"all": 4}})
     assert trained(lab, steps=3).kinds() == ["reference", "load", "update"]
-    changes = "pp was 1, and is 2; devices was 2, and is 4"
-    what = f"log-probs were computed, and rounded, in another layout: {changes}"
+    changes = "pp was 1, now 2; devices was 2, now 4"
+    what = f"the log-probs were computed with another layout and round differently: {changes}"
     assert lab.said[0] == f"warning: preference.reference: {what}"
 
 
@@ -397,8 +399,10 @@ def test_other_tokens_are_refused(lab: PairLab) -> None:
     with pytest.raises(CheckpointError) as caught:
         trained(lab, steps=4)
     assert caught.value.where == str(lab.directory / FILE)
-    assert caught.value.what.startswith("it lacks 4 of 4 prompts with their responses (source/epoch/row: a/")
-    assert "chat template, limits and rows that it was computed of, or move the file away" in caught.value.fix
+    assert caught.value.what.startswith(
+        "4 of 4 prompts with their responses are missing (source/epoch/row of the first: a/"
+    )
+    assert "chat template, limits and rows that it was computed with, or move the file away" in caught.value.fix
 
 
 @pytest.mark.parametrize(
@@ -417,5 +421,5 @@ def test_a_group_is_found_by_all_of_its_tokens(other: tuple[list[int], list[list
     saved(lab)
     kept = lab.kept()
     assert kept.lacks(batch_of(other))
-    with pytest.raises(CheckpointError, match="it lacks 1 of 2 prompts with their responses"):
+    with pytest.raises(CheckpointError, match="1 of 2 prompts with their responses are missing"):
         kept.joined(batch_of(([5, 6], [[7, 8, 9], [1]]), other))

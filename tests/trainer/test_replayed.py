@@ -33,11 +33,11 @@ def test_equal_figures_pass_whatever_the_clock_says(run: Path) -> None:
         (
             1,
             {"actor/loss": 0.10000000000000002},
-            r"1 of 2 figures differ, the first actor/loss: 0.10000000000000002 in",
+            r"1 of 2 figures differ, the first is actor/loss: 0.10000000000000002 in",
         ),
-        (1, {}, "the first actor/loss: None instead of 0.1"),
-        (1, {"actor/loss": 0.1, "more": 1.0}, "the first more: 1.0 instead of None"),
-        (2, {"actor/loss": 0.0}, "the first actor/loss: 0.0 instead of None"),
+        (1, {}, "the first is actor/loss: None instead of 0.1"),
+        (1, {"actor/loss": 0.1, "more": 1.0}, "the first is more: 1.0 instead of None"),
+        (2, {"actor/loss": 0.0}, "the first is actor/loss: 0.0 instead of None"),
     ],
 )
 def test_the_first_figure_that_differs_in_its_last_bit_is_named(

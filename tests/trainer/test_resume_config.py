@@ -1,4 +1,4 @@
-"""What of a configuration a checkpoint holds, and what a resumed run says of its changes."""
+"""Parts of a configuration in a checkpoint, and a resumed run's warnings about changes."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_every_change_is_named_by_its_key_and_first_step(tmp_path: Path) -> None
         algorithm={"kl": KlConfig(coef=0.5)},
     )
     assert describe_changes(before, now, 7) == {
-        "actor.optimizer.lr": "was 0.001 when this run began, and is 0.0001 from step 8 on",
-        "actor.optimizer.gone": "was 1 when this run began, and is None from step 8 on",
-        "actor.optimizer.new": "was None when this run began, and is 2 from step 8 on",
-        "algorithm.kl.coef": "was 0.001 when this run began, and is 0.5 from step 8 on",
+        "actor.optimizer.lr": "was 0.001 when this run began, is 0.0001 from step 8 on",
+        "actor.optimizer.gone": "was 1 when this run began, is None from step 8 on",
+        "actor.optimizer.new": "was None when this run began, is 2 from step 8 on",
+        "algorithm.kl.coef": "was 0.001 when this run began, is 0.5 from step 8 on",
     }
 
 
 def test_a_role_that_came_or_went_is_a_change(tmp_path: Path) -> None:
     alone, both = make_config(tmp_path), make_config(tmp_path, critic=CRITIC)
     assert list(describe_changes(resume_config(alone), both, 0)) == ["critic"]
-    assert describe_changes(resume_config(both), alone, 0)["critic"].endswith("and is None from step 1 on")
+    assert describe_changes(resume_config(both), alone, 0)["critic"].endswith(", is None from step 1 on")

@@ -28,7 +28,7 @@ VALIDATED = (
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file, beside a policy, a model that scores, and one with other tokens that scores."""
+    """Write a run file, a policy, a reward model, and a reward model with another tokenizer."""
     directory = tmp_path_factory.mktemp("scored")
     model = make_model(directory / "model", seed=1)
     shutil.copytree(model, directory / "scorer")
@@ -99,7 +99,7 @@ def test_rounds_and_greedy_answers_are_scored_between_generations(config: Path) 
 
 
 def test_two_models_one_of_which_has_other_tokens_and_a_resumed_run(config: Path) -> None:
-    """What the running mean has seen is saved: a run that was stopped goes on to the bit."""
+    """The running mean is saved: a stopped and resumed run equals a whole one, bit for bit."""
     models = (
         f"reward_models.near={scorer(config, running=True, clip=1.5)}",
         f"reward_models.far={scorer(config, 'other', weight=-0.5, truncated_score=-1.0)}",

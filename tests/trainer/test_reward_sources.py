@@ -19,7 +19,7 @@ from tests.trainer.fakes import SCORER, make_config
 
 
 class Made:
-    """Rows that code makes; of these the last alone is of another source."""
+    """Rows made by code; only the last one has another source."""
 
     num_read = 0
 
@@ -67,7 +67,7 @@ def test_a_pattern_without_a_source_is_warned_of(tmp_path: Path) -> None:
     named = SourceConfig(dataset=str(tmp_path / "none.jsonl"), columns=ColumnsConfig(data_source=None))
     config = config_of(tmp_path, None, ["gsm8k", "mth/*"], ["aime"], mixed=file, aime=named)
     assert list(check_reward_sources(config)) == [
-        'reward.functions.f1.sources: "mth/*" matches no data source; there are aime, gsm8k, math/algebra'
+        'reward.functions.f1.sources: "mth/*" matches no data source; the data sources are: aime, gsm8k, math/algebra'
     ]
 
 

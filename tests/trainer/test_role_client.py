@@ -62,7 +62,7 @@ def batch_of(*row_ids: int) -> DataProto:
 
 
 def written(**said: Any) -> DataProto:
-    """As a group answers: what was said, by shard."""
+    """Return answers like a group, by shard."""
     return DataProto.from_dict({"scores": torch.tensor([1.0])}, meta_info=said)
 
 
@@ -95,7 +95,7 @@ def test_rows_are_stored_as_the_layout_of_the_model_wants_it() -> None:
     group = Group(written(), row_multiple=8)
     role_of(group).compute_ref_log_prob(batch_of(20, 21, 23, 24))
     ((_, sizes),) = group.calls
-    assert sizes == [[1, 1], [1, 1]], "each row takes up 8 tokens, whatever it has"
+    assert sizes == [[1, 1], [1, 1]], "each row takes up 8 tokens"
 
 
 def test_a_larger_budget_makes_fewer_micro_batches() -> None:

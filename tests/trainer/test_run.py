@@ -1,4 +1,4 @@
-"""What a run writes down, which checkpoint is the best, when it saves, and what it finds when it comes back."""
+"""Files of a run, the choice of the best checkpoint, when it saves, and what it restores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.trainer.fakes import Prompts, Role, Screen, make_config, resolved
 
 
 class Tracker:
-    """Keeps what it is told."""
+    """A tracker that keeps its input."""
 
     def __init__(self) -> None:
         self.opened: tuple[Any, ...] = ()
@@ -48,7 +48,7 @@ class Tracker:
 
 @pytest.fixture
 def tracker(monkeypatch: pytest.MonkeyPatch) -> Tracker:
-    """The one that every run opens."""
+    """Opens the same tracker for every run."""
     opened = Tracker()
 
     def open_trackers(*arguments: Any) -> list[Tracker]:
@@ -64,7 +64,7 @@ Begin = Callable[..., Run]
 
 @pytest.fixture
 def begin(tmp_path: Path, tracker: Tracker) -> Iterator[Begin]:
-    """Begins a run, or goes on with it, in the test's directory."""
+    """Begin a run in the test's directory, or resume it."""
     runs: list[Run] = []
 
     def run(*warnings: str, **sections: Any) -> Run:
@@ -190,7 +190,9 @@ def test_a_run_that_left_no_checkpoint_begins_again_and_says_so(begin: Begin) ->
     again = begin()
     assert again.resume(team_of()) == 0
     (warning,) = [event for event in events_of(again) if isinstance(event, Warned)]
-    assert warning == Warned("resume", "this run began here before and left no checkpoint: it begins again")
+    assert warning == Warned(
+        "resume", "an earlier start of this run left no checkpoint: training starts from the beginning"
+    )
     assert again.console.said == [f"warning: resume: {warning.message}"]  # type: ignore[attr-defined]
     assert read_metrics(again.directory / "metrics.jsonl") == []
 
@@ -210,7 +212,7 @@ def test_a_configuration_that_learns_otherwise_is_warned_of(begin: Begin) -> Non
     first.save(team_of(), 3)
     again = begin(rollout={"temperature": 0.9}, training={"steps": 99})
     again.resume(team_of())
-    said = "was 0.7 when this run began, and is 0.9 from step 4 on"
+    said = "was 0.7 when this run began, is 0.9 from step 4 on"
     assert Warned("rollout.temperature", said) in events_of(again)
     assert again.console.said[0] == f"warning: rollout.temperature: {said}"  # type: ignore[attr-defined]
     assert len(again.console.said) == 2  # type: ignore[attr-defined]
@@ -314,7 +316,7 @@ def test_a_last_checkpoint_that_cannot_even_begin_is_an_error(begin: Begin, monk
     monkeypatch.setattr(run.checkpoints, "begin", full)
     run.save(team, 1, wait=False)
     assert len(checkpoint_warnings(run)) == 1
-    with pytest.raises(CheckpointError, match=r"/somewhere: a checkpoint cannot be written: .*No space left"):
+    with pytest.raises(CheckpointError, match=r"/somewhere: cannot write a checkpoint: .*No space left"):
         run.save(team, 2)
 
 
@@ -430,7 +432,7 @@ def test_a_disk_that_ends_the_run_is_a_message_with_the_path(begin: Begin, monke
         raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/manifest.json")
 
     monkeypatch.setattr("mrl.files.write_text", full)
-    with pytest.raises(CheckpointError, match=r"/somewhere/manifest\.json: a checkpoint cannot be written: .*No space"):
+    with pytest.raises(CheckpointError, match=r"/somewhere/manifest\.json: cannot write a checkpoint: .*No space"):
         run.save(team, 1)
 
 
@@ -440,13 +442,15 @@ def test_a_disk_that_takes_nothing_ends_a_run_with_one_cause(number: int, tmp_pa
     config = resolved(make_config(tmp_path))
     with pytest.raises(SetupError) as caught, open_run(config, Screen([])):
         raise OSError(number, os.strerror(number), file)
-    assert str(caught.value).startswith(f"{file}: the run cannot write: {os.strerror(number)}\n  fix: free space there")
+    assert str(caught.value).startswith(
+        f"{file}: the run cannot write: {os.strerror(number)}\n  fix: free space on that disk"
+    )
     with pytest.raises(ConnectionResetError), open_run(config, Screen([])):
         raise ConnectionResetError(errno.ECONNRESET, "of no disk")
 
 
 def test_a_full_disk_of_a_rank_is_one_sentence(begin: Begin) -> None:
-    """Its traceback says nothing more, and stands in the log of the rank."""
+    """The traceback adds nothing, and is in the log of the rank."""
     run, team = begin(training={"max_failed_saves": 1}), team_of(1)
     run.resume(team)
     where = "/runs/it/checkpoints/.saving-000001/rank-00000.safetensors"
@@ -458,9 +462,10 @@ def test_a_full_disk_of_a_rank_is_one_sentence(begin: Begin) -> None:
     team.actor.group.finish_checkpoint = finish
     run.save(team, 1, wait=False)
     run.publish_save()
-    assert checkpoint_warnings(run) == [f"not saved, which is tried again after the next step: {said}"]
+    assert checkpoint_warnings(run) == [f"not saved, retrying after the next step: {said}"]
     with pytest.raises(CheckpointError) as caught:
         run.save(team, 2)
     assert str(caught.value) == (
-        f"a checkpoint cannot be written: {said}\n  fix: free space there; the run goes on from the one before"
+        f"cannot write a checkpoint: {said}\n"
+        "  fix: free space on that disk; the run resumes from the previous checkpoint"
     )

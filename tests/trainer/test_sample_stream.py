@@ -1,4 +1,4 @@
-"""Batches ahead of the one that is trained: which weights draw them, in what order, and what is kept of them."""
+"""Batches ahead of the trained batch: the weights that draw them, their order, and their saved state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCORE = "val/score/mean@1"
 
 
 class Inline:
-    """In the place of a thread: what is handed to it is done before anything else goes on."""
+    """Replaces a thread: a task runs completely when it is submitted."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -85,7 +85,7 @@ def test_a_batch_begins_as_early_as_it_may_and_no_earlier(number: int) -> None:
         ages = [batch - 1 - trained for batch, trained in begun.items()]
         assert 0 <= min(ages) <= max(ages) <= number
     gate = Gate(number, 12, trained=3, begun=3)
-    assert list(gate.open()) == list(range(4, 5 + number)), "all of them at once where nobody waits"
+    assert list(gate.open()) == list(range(4, 5 + number)), "all of them at once if nothing waits"
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -140,7 +140,7 @@ def test_validation_and_saving_wait_for_what_is_under_way(tmp_path: Path) -> Non
         run, under_way = found.components.validator.run, found.components.stream._under_way
 
         def validate(step: int, models: Any) -> dict[str, float]:
-            assert not under_way, "samples are under way beside it"
+            assert not under_way, "no samples are under way"
             assert found.hybrid.held == found.hybrid.version == step + 1
             return run(step, models)
 
@@ -179,7 +179,7 @@ def test_a_resumed_run_trains_the_batches_that_were_drawn_ahead(at: int, number:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["carried over", "in flight"])
 def test_a_resumed_run_has_what_was_learnt_of_the_batches_and_scores_none_twice(apart: bool, tmp_path: Path) -> None:
-    """What is drawn ahead is saved with its whole score, which mean and spread of the model have learnt from."""
+    """A batch drawn ahead is saved with its final score, which has updated the model's mean and spread."""
     sections: dict[str, Any] = {
         "asynchrony": AsynchronyConfig(ahead=2, weights="in_flight"),
         "algorithm": {"overlong": OverlongConfig(buffer_tokens=3, factor=0.5)},
@@ -287,10 +287,10 @@ def test_a_damaged_file_of_batches_is_an_error(tmp_path: Path) -> None:
     assert drawn[2].metrics
     for length in (len(content) - 7, 1 << 40, (1 << 64) - 1):
         with pytest.raises(
-            CheckpointError, match=f"a batch of {length} bytes is told of, and {len(content) - 8} are left"
+            CheckpointError, match=f"a batch should have {length} bytes, but {len(content) - 8} are left"
         ):
             drawn_from_bytes(length.to_bytes(8, "little") + content[8:])
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot read the batches"):
         drawn_from_bytes(drawn_to_bytes(drawn, float("inf")))  # type: ignore[arg-type]
     chance = random.Random(0)
     for _ in range(300):
@@ -299,7 +299,7 @@ def test_a_damaged_file_of_batches_is_an_error(tmp_path: Path) -> None:
             del damaged[chance.randrange(len(damaged)) :]
         else:
             damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
-        with suppress(CheckpointError):  # and by no other error; what of it is harmless is for the hash to see
+        with suppress(CheckpointError):  # no other error is allowed; the hash detects the rest
             drawn_from_bytes(bytes(damaged))
 
 
@@ -327,7 +327,7 @@ def test_samples_that_are_too_old_stop_the_run(tmp_path: Path) -> None:
 
 
 def test_tokens_that_nobody_drew_have_no_age() -> None:
-    """What an environment said would else make a conversation look younger, or of more weights, than it is."""
+    """Tokens of an environment must not make a conversation look younger, or as if drawn by more weights."""
     batch = DataProto.from_dict(
         {"responses": from_rows([[1, 1, 1], [1, 1]]), "versions": from_rows([[3, -1, 3], [2, 3]])}
     )

@@ -1,4 +1,4 @@
-"""What people see of a step's samples: one on the terminal, all in a file, every so many steps."""
+"""Displayed and saved samples of a step: one on the terminal, all in a file, at regular steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mrl sft` as a user runs it: trained, stopped and gone on with, on real ranks."""
+"""`mrl sft` like a user runs it: trained, stopped and resumed, on real ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_talks(file: Path, first: int, num: int) -> None:
 
 
 def started(config: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
-    """A process of its own, as for a user: the one that runs the tests may hold a Ray already."""
+    """Run in a separate process, like a user: the test process may have joined a Ray already."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-c", MAIN, "sft", str(config), f"run.name={name}", *overrides],
@@ -79,7 +79,7 @@ def state_of(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str,
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that went through, and of one that was stopped after some updates."""
+    """Directories of a complete run, and of a run that was stopped after some updates."""
     directory = tmp_path_factory.mktemp("sft")
     config, model = directory / "sft.yaml", make_model(directory / "initial", seed=1)
     config.write_text(CONFIG.format(directory=directory, model=model, columns=COLUMNS))
@@ -99,13 +99,13 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run.returncode == EXIT_STOPPED, printed
     done = last_step(directory / "stopped")
     assert 1 <= done < 40
-    assert f"SIGTERM: saving and stopping\nstopped after {done} updates; the same command goes on\n" in printed
+    assert f"SIGTERM: saving and stopping\nstopped after {done} updates; run the same command to resume\n" in printed
     assert not (directory / "stopped" / "model").exists()
     return directory
 
 
 def written_by_transformers(model: Path, held: Path) -> list[dict[str, Any]]:
-    """What a model answers to the first questions of a file, greedily and token by token."""
+    """Return a model's greedy answers to the first questions of a file, token by token."""
     tokenizer, generator = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
     written = []
     for line in held.read_text().splitlines()[:4]:

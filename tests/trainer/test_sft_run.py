@@ -1,4 +1,4 @@
-"""The driver's side of supervised training: which rows, when it saves, when it ends, and how it goes on."""
+"""The driver's side of supervised training: which rows, when it saves, when it ends, and how it resumes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Group:
 
 
 class Lab:
-    """Trains in a directory with a stand-in for the workers; everything else is real."""
+    """Trains in a directory with fake workers; everything else is real."""
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.directory = directory
@@ -204,7 +204,7 @@ def test_prompts_of_validation_that_are_trained_on_are_warned_of_once(prompt: st
     warned = [record.event for record in read_events(lab.directory / "events.jsonl")]
     said = [each.message for each in warned if isinstance(each, Warned) and each.about == "data.validation"]
     assert len(said) == leaks, "in two epochs"
-    assert all(message.startswith("some of its prompts are trained on too") for message in said)
+    assert all(message.startswith("some of its prompts are also trained on") for message in said)
 
 
 def test_a_run_trains_saves_and_exports(lab: Lab) -> None:
@@ -242,7 +242,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_rows(lab: Lab) -> None:
     lab.stop_after = 2
     stopped = Group(losses=[7.0, 6.0])
     assert lab.train(stopped) is None
-    stopped_after = "stopped after 2 updates; the same command goes on"
+    stopped_after = "stopped after 2 updates; run the same command to resume"
     assert lab.said[-2:] == ["SIGTERM: saving and stopping", stopped_after]
     assert (lab.saved(), stopped.journal) == ([2], ["update", "update", "save", "shutdown"])
     lab.stop_after = 99
@@ -295,7 +295,7 @@ def test_a_run_without_checkpoint_begins_again_and_says_so(lab: Lab) -> None:
     lab.train(Group(), steps=2)
     (lab.directory / "checkpoints").rename(lab.directory / "elsewhere")
     lab.train(Group(), steps=1)
-    message = "this run began here before and left no checkpoint: it begins again"
+    message = "an earlier start of this run left no checkpoint: training starts from the beginning"
     assert lab.said == [f"warning: resume: {message}"]
     assert Warned("resume", message) in [record.event for record in read_events(lab.directory / "events.jsonl")]
     assert [line["step"] for line in read_metrics(lab.directory / "metrics.jsonl")] == [1]
@@ -305,7 +305,7 @@ def test_a_changed_configuration_is_warned_of(lab: Lab) -> None:
     lab.train(Group(), steps=2)
     lab.config = replace(lab.config, actor=replace(lab.config.actor, max_tokens_per_device=128))
     lab.train(Group(), steps=3)
-    said = "was 256 when this run began, and is 128 from step 3 on"
+    said = "was 256 when this run began, is 128 from step 3 on"
     assert lab.said[0] == f"warning: actor.max_tokens_per_device: {said}"
     assert [number for number, _ in lab.steps] == [3]
 

@@ -1,4 +1,4 @@
-"""What the model of SFT answers: to which prompts, token by token, up to where, and how it is shown."""
+"""Sample answers of SFT: their prompts, tokens and ends, and how they are shown."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_samples_that_cannot_be_written_stop_nothing(lab: Lab) -> None:
     lab.validate_on(3, every=2)
     (lab.directory / "samples").write_text("a file")
     assert lab.train(Group()) == lab.directory / "model"
-    assert len([line for line in lab.said if line.startswith("warning: samples: cannot be written")]) == 1
+    assert len([line for line in lab.said if line.startswith("warning: samples: cannot write")]) == 1
 
 
 def test_an_answer_is_printed_without_what_a_terminal_would_obey(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

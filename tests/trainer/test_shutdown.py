@@ -18,7 +18,7 @@ from mrl.trainer.run import ShutdownSignal
 
 
 class Watch:
-    """A clock that stands still until it is set."""
+    """A clock that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -122,7 +122,7 @@ def test_one_sigterm_may_come_twice_and_a_second_ends_at_once() -> None:
         assert run.poll() is None
         run.terminate()
         assert run.wait(8) == 128 + signal.SIGTERM
-    said = b"SIGTERM again: ended without saving"
+    said = b"SIGTERM again: exiting without saving"
     assert os.read(terminal, 200).splitlines() == [said, b"written: " + said]
 
 

@@ -1,4 +1,4 @@
-"""What a run says while it starts."""
+"""Progress output of a run while it starts."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ def test_what_is_up_is_struck_off_and_what_is_not_says_what_it_does(tmp_path: Pa
     progress.on_event(WorkersStarted("actor", 2, [1, 2], 3.0))
     progress.on_event(ModelLoaded("critic", 7, 1.0))
     line = progress.line()
-    assert re.match(r"starting for \d s, 1 of 4 up; awaited: rollout-0 \(Starting to load model x\), rollout-1, ", line)
+    assert re.match(
+        r"starting for \d s, 1 of 4 ready; waiting for: rollout-0 \(Starting to load model x\), rollout-1, ", line
+    )
     progress.on_event(ModelLoaded("actor", 7, 1.0))
     progress.on_event(WorkersStarted("rollout-1", 1, [3], 3.0))
-    assert progress.line().endswith("3 of 4 up; awaited: rollout-0 (Starting to load model x)")
+    assert progress.line().endswith("3 of 4 ready; waiting for: rollout-0 (Starting to load model x)")
     assert run.seen == [(1, 4), (1, 4), (2, 4), (3, 4)]
     many = StartProgress(run, [f"rollout-{index}" for index in range(9)])
     assert many.line().endswith("rollout-2, rollout-3, 5 more")
@@ -69,5 +71,5 @@ def test_it_is_said_again_and_again_until_all_is_up(
         time.sleep(0.3)
     said = stream.getvalue().splitlines()
     assert (len(said) >= 2) is not quiet
-    assert all("awaited: actor, reward_model, rollout-0" in line for line in said)
+    assert all("waiting for: actor, reward_model, rollout-0" in line for line in said)
     assert run.events.listeners == []

@@ -1,4 +1,4 @@
-"""What is measured of rows on several ranks, against what it is by hand; and which models are refused before."""
+"""Figures of rows on several ranks, compared with calculations by hand; and models that are rejected in advance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mrl.workers.messages import ModelFacts
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAIRS = [((9, 3), (4, 1)), ((2, 2), (5, 4)), ((7, 1), (7, 5)), ((8, 4), (1, 2)), ((3, 2), (6, 1)), ((6, 6), (5, 3))]
 PAIRS.append(((5, 2), (2, 7)))
-"""Of the chosen and the rejected response of seven pairs, what is said of it and how many tokens it has."""
+"""Log-probs and token counts of the chosen and the rejected responses of seven pairs."""
 
 
 class Group:
@@ -107,7 +107,7 @@ def test_a_score_is_learned_only_where_padding_is_no_end(padding: int | None, tm
         load_config_of(verb, str(CONFIGS / f"laptop-{verb}.yaml"), [f"model.path={tmp_path}"]).config
         for verb in ("rm", "dpo")
     )
-    with pytest.raises(ModelError, match="no token stands for padding alone") as caught:
+    with pytest.raises(ModelError, match="the model has no separate padding token") as caught:
         supervised_setup(rm)
     assert caught.value.where == str(tmp_path)
     assert supervised_setup(dpo).head == "lm"

@@ -67,7 +67,7 @@ def test_a_teacher_may_have_rows_for_more_tokens_but_not_for_fewer(tmp_path: Pat
 
 
 def test_a_teacher_names_no_more_tokens_than_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"top_k=100000, and the policy has \d+ tokens"):
+    with pytest.raises(ModelError, match=r"top_k=100000 exceeds the policy's \d+ tokens"):
         taught(tmp_path, 0, form="top_k", top_k=100_000)
 
 
@@ -85,7 +85,7 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_teacher_of_another_template_is_warned_of(tmp_path: Path) -> None:
-    """It reads the policy's tokens all the same: nothing is rendered anew."""
+    """The teacher still reads the policy's tokens: nothing is rendered again."""
     config, warnings = taught(tmp_path, 0, form="full")
     assert warnings == []
     assert config.teacher is not None

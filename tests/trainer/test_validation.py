@@ -41,7 +41,7 @@ ANSWERS = {
 
 
 def figures(by_prompt: Any, **settings: Any) -> dict[str, float]:
-    """All that is computed from these answers."""
+    """Return all figures of these answers."""
     validation = ValidationConfig(**settings)
     return score_figures("val", by_prompt, validation) | vote_figures("val", by_prompt, validation)
 
@@ -104,7 +104,7 @@ def test_the_first_of_equally_common_answers_is_the_majority() -> None:
 
 
 def test_samples_without_an_answer_do_not_vote() -> None:
-    """They are the most, and would be wrong; where nobody votes, nothing is solved."""
+    """Samples without an answer are the majority, and would be wrong. Without votes, nothing is solved."""
     mute = {"a": [("", 0.0), ("", 0.0), ("y", 1.0)], "b": [("", 0.0), ("", 0.0), ("", 1.0)]}
     assert figures(mute, samples_per_prompt=3)["val/solved/maj@3"] == 0.5
 
@@ -223,7 +223,7 @@ def test_an_answer_in_one_sample_is_its_prompts(tmp_path: Path) -> None:
 
 
 def odd_alone_answers(sample: Sample) -> Outcome:
-    """Everything is right; of the source `even` nobody says what was judged."""
+    """Everything is correct; the source `even` has no judged answers."""
     return Score(1.0, {}, 0.0, "one" if sample.data_source == "odd" else None)
 
 
@@ -233,7 +233,7 @@ def test_where_no_function_gives_an_answer_nobody_votes_which_is_said_once(tmp_p
         found = stage.validator.run(0, NO_MODELS)
         assert {name for name in found if "maj@" in name} == {"val/odd/solved/maj@2", "val/solved/maj@2"}
         assert found["val/solved/maj@2"] == 1.0
-    assert stage.validator.warnings == ["no maj@k of even: no reward function says which answer it judged"]
+    assert stage.validator.warnings == ["no maj@k for even: none of its reward functions returns the judged answer"]
 
 
 def test_where_no_response_has_an_answer_nothing_is_solved_by_votes(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_the_best_is_of_a_source_that_is_there(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         check_best(config, rows)
     assert caught.value.fix == 'did you mean "odd"?'
-    assert 'of the source "ood", of which data.validation has no row' in caught.value.what
+    assert 'refers to the source "ood", but data.validation has no row of it' in caught.value.what
 
 
 # --- what reward models say -------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_a_reward_model_is_measured_beside_the_rule(said: Sequence[float], best:
         assert found[f"{prefix}/solved/best@2"] == best
         assert found[f"{prefix}/solved/best@4"] == (1.0 if best == 1.0 else 0.0)
     rows = pq.read_table(tmp_path / "samples" / "validation-000000.parquet").to_pydict()
-    assert rows["reward_model"][:4] == list(said), "what it said is there to be read"
+    assert rows["reward_model"][:4] == list(said), "the raw scores are saved"
 
 
 def test_without_a_rule_there_is_what_the_model_says_and_no_more(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_without_a_rule_there_is_what_the_model_says_and_no_more(tmp_path: Path)
 
 
 def test_mean_and_spread_of_a_model_learn_nothing_from_validation(tmp_path: Path) -> None:
-    """They are of what was trained on; else how often a run validates would change what it learns."""
+    """The statistics come from training samples; otherwise validation would change what a run learns."""
     scorer = RewardModelConfig(path="scorer", max_tokens_per_device=64, running=True)
     models = says(scorer, 1.0, 3.0)
     before = models.state_dict()

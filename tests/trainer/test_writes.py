@@ -1,6 +1,6 @@
-"""A disk that fails at any one of the writes of a save: nothing good is lost, the run hears of it, the next save works.
+"""A disk that fails at any single write of a save: nothing good is lost, the run notices, and the next save works.
 
-The writes are those that the kernel sees (`tests/system_calls.py`), whoever makes them.
+The writes are all writes that the kernel sees (`tests/system_calls.py`), from any process.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Role:
 
 
 class Trained:
-    """A model, and a count beside it."""
+    """A model and a counter."""
 
     def __init__(self, role: Role) -> None:
         self.roles: Any = {"actor": role}
@@ -110,7 +110,7 @@ def opened(model: str, directory: Path) -> Iterator[tuple[Any, Trained]]:
 
 
 def in_a_process(work: Callable[..., None], *arguments: Any) -> int:
-    """Do this in a process of its own, which Megatron may change as it likes; how it ended."""
+    """Run this in a separate process, which Megatron may change. Return its exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mrl.engine.engine", "mrl.trainer.run", "tests.engine.tiny_training"])
     process = context.Process(target=work, args=arguments)
@@ -174,9 +174,9 @@ def fail_at_each_write(model: str, directory: Path, num_errors: int) -> None:
             what = f"{os.strerror(code)} at {failed.calls[number]}"
             is_there = trained.num in whole_steps(checkpoints)
             assert is_there or trained.num - 1 in whole_steps(checkpoints), f"the good one is lost: {what}"
-            assert is_there or run.save_is_due(trained.num + 1), f"nobody makes it up: {what}"
-            said = any("not saved" in line or "cannot be" in line for line in run.console.said)
-            assert said, f"nobody hears of it: {what}"
+            assert is_there or run.save_is_due(trained.num + 1), f"no new save is due: {what}"
+            said = any("not saved" in line or "cannot " in line for line in run.console.said)
+            assert said, f"nothing was reported: {what}"
             run.console.said.clear()
             save(run, trained, Disk(run.directory))
             assert whole_steps(checkpoints) == [trained.num], f"the next one is not as ever: {what}"
@@ -207,9 +207,9 @@ def record_a_save(model: str, directory: Path) -> None:
         for directory in (staged, staged / ".actor.saving"):
             last = max(at for at, (name, path) in enumerate(calls) if name in MAKES and path.parent == directory)
             assert last < calls.index(("fsync", directory), last) < visible, f"what is in {directory} is not on disk"
-        assert ("fsync", staged.parent) in calls[visible:], "nor that it is called so"
+        assert ("fsync", staged.parent) in calls[visible:], "the new name must be synced, too"
         renamed = [at for at, (name, path) in enumerate(calls) if name == "rename" and path.name == ".latest.tmp"]
-        assert ("fsync", staged.parent) in calls[renamed[0] :], "nor what latest names"
+        assert ("fsync", staged.parent) in calls[renamed[0] :], "`latest` must be synced, too"
 
 
 def test_all_of_a_checkpoint_is_on_disk_before_it_is_seen(model: str, memory: Path) -> None:
@@ -217,7 +217,7 @@ def test_all_of_a_checkpoint_is_on_disk_before_it_is_seen(model: str, memory: Pa
 
 
 def save_and_die(model: str, directory: Path, last: int) -> None:
-    """Go on from the newest checkpoint, save two more, and be killed at the write of this number."""
+    """Resume from the newest checkpoint, save two more, and be killed at the write with this number."""
 
     def fails(number: int) -> int:
         if number == last:
@@ -226,7 +226,7 @@ def save_and_die(model: str, directory: Path, last: int) -> None:
 
     with opened(model, directory) as (run, trained):
         steps = whole_steps(run.directory / "checkpoints")
-        assert trained.num == max(steps, default=0), "it goes on from the newest"
+        assert trained.num == max(steps, default=0), "it resumes from the newest"
         if steps:
             best = (run.directory / "checkpoints" / "best").read_text()
             assert best == f"step-{trained.num:06}", "which is the best so far, and called so"

@@ -1,4 +1,4 @@
-"""Run by test_nodes.py in a process of its own: two raylets, each with a cache of the hub of its own."""
+"""A separate process for test_nodes.py: two raylets, each with its own cache of the hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(directory: Path, snapshot: str, endpoint: str) -> None:
     os.environ |= {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
     from ray.cluster_utils import Cluster
 
-    # What the driver has, the second node sees no more than on a disk of another machine: its own is elsewhere.
+    # The second node cannot see the driver's cache, as if it were on another machine's disk: its cache is elsewhere.
     hidden = snapshot.replace("/first/", "/first-of-the-driver/")
     os.environ["HF_HUB_CACHE"] = str(directory / "first")
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

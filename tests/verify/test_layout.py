@@ -1,4 +1,4 @@
-"""`mrl verify layout`: the user's family and layout on a small model, and a verdict that can be bad."""
+"""`mrl verify layout`: the user's family and layout on a small model, and verdicts that can fail."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_layouts_are_right_in_both_formats(capfd: pytest.CaptureFixture[str], mo
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
-    """What would be measured, on a machine of eight GPUs as far as torch can tell, and found right."""
+    """Replace the measurement by a good result, on a machine that seems to have eight GPUs."""
     monkeypatch.chdir(ROOT)
     right = layout.Verified(8, 0.0, 0.0, 0.0, 0.0, layout.FLOAT32)
     with (

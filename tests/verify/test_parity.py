@@ -1,4 +1,4 @@
-"""Layouts against transformers and one rank, and seeded faults: a part of what `benchmarks/parity.py` shows whole."""
+"""Layouts compared with transformers and one rank, and seeded faults: a subset of `benchmarks/parity.py`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_seeded_fault_shows(name: str, tmp_path: Path) -> None:
 
 
 def measure_with_faults(cases: Mapping[str, ParityCase]) -> list[RankResult]:
-    """On one rank, each case with the fault of its name."""
+    """Run each case on one rank, with the fault of the same name."""
     return [measure_with_fault(name, case) for name, case in cases.items()]
 
 

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine: who answers in which order, and whoever fails is named."""
+"""Ranks as processes of this machine: the order of results, and errors that name the failed rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.verify.spawn import run_distributed
 
 
 def meet(fault: str) -> tuple[int, int, float, int, str, str]:
-    """Who this is, what all ranks' numbers add up to, with how many threads, and with which GPUs."""
+    """Return the rank, the sum over all ranks, the number of threads, and the visible GPUs."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if fault == "raise":
         raise ValueError("this rank cannot")
@@ -57,7 +57,7 @@ def test_a_rank_has_the_environment_of_its_time(monkeypatch: pytest.MonkeyPatch)
     [
         ("raise", r"rank 0 of 1 failed:\n(.|\n)*ValueError: this rank cannot", 300),
         ("leave", "the process of rank 0 of 1 ended without an answer", 300),
-        ("hang", r"ranks \[0\] of 1 gave no answer in 0.5 s", 0.5),
+        ("hang", r"ranks \[0\] of 1 did not answer within 0.5 s", 0.5),
     ],
 )
 def test_a_rank_that_fails_is_named(fault: str, message: str, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A model computed layer by layer from its files is transformers' own, whole."""
+"""A model computed layer by layer from its files equals transformers' own whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does while one of the rollout workers is killed in the middle of an update."""
+"""Program of each rank while one of the rollout workers is killed in the middle of an update."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 
 
 def die(path: Path) -> None:
-    """A worker that is killed while it reads its first bucket."""
+    """Receive as a worker that is killed while it reads its first bucket."""
     for _ in IpcReceiver(path, LIMIT_S).buckets():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def send_while_one_dies(case: ReshardCase) -> tuple[list[ReshardReport], list[str]]:
-    """Reports of a version that worker 1 does not survive, and of sending it again to its successor alone."""
+    """Send a version that worker 1 does not survive, and again to its successor alone. Return both reports."""
     rank, spec = dist.get_rank(), read_spec(case.model)
     mesh = mesh_of(case.parallel, dist.get_world_size())
     rollout = rollout_of(case, mesh)
@@ -44,7 +44,7 @@ def send_while_one_dies(case: ReshardCase) -> tuple[list[ReshardReport], list[st
         else:
             with subprocess.Popen([sys.executable, "-m", __name__, str(sockets[1])]) as doomed:
                 reports = [resharder.send(7)]
-            assert doomed.returncode == -signal.SIGKILL, "it was to be killed"
+            assert doomed.returncode == -signal.SIGKILL, "the worker must have been killed"
             stand_in = StandIn(sockets[1], 1, "")
         dist.barrier()
         reports.append(resharder.send(7, workers={1}))

@@ -1,4 +1,4 @@
-"""What each trainer rank does while an engine elsewhere samples with its weights: it sends, scores, and learns."""
+"""Program of each trainer rank while an engine in another process samples: send weights, score samples, and learn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT_S = 200.0
 
 @dataclass(frozen=True)
 class SamplingCase:
-    """A training layout beside one engine; its first version has this number, and the trained one the next."""
+    """A training layout and an engine. `version` is the first version; the trained weights get the next."""
 
     model: str
     parallel: ParallelConfig
@@ -45,7 +45,7 @@ class SamplingCase:
 
 @dataclass(frozen=True)
 class Differences:
-    """Largest differences between sampled log-probs and this rank's, where it has any."""
+    """Largest differences between sampled log-probs and this rank's, if it has any."""
 
     before: float
     after: float
@@ -54,19 +54,19 @@ class Differences:
 
 
 def meeting(sockets: str) -> FileStore:
-    """Where samples are left for the ranks."""
+    """Return the store with the samples for the ranks."""
     store = FileStore(f"{sockets}/samples", -1)
     store.set_timeout(timedelta(seconds=LIMIT_S))
     return store
 
 
 def send_and_score(cases: list[SamplingCase]) -> list[Differences | None]:
-    """Every case on this rank."""
+    """Run every case on this rank."""
     return [send_and_score_one(case) for case in cases]
 
 
 def send_and_score_one(case: SamplingCase) -> Differences | None:
-    """Weights, samples and log-probs before and after some updates."""
+    """Send weights, and compare samples and log-probs, before and after some updates."""
     store = meeting(case.sockets)
     with model_parallel(case.parallel, seed=0) as groups:
         engine = build(case.model, case.parallel, groups)
@@ -95,7 +95,7 @@ def send_and_score_one(case: SamplingCase) -> Differences | None:
 def _rows(
     engine: MegatronEngine, found: Sequence[tuple[list[int], list[int], list[float]]]
 ) -> tuple[TokenRows, Tensor]:
-    """This data-parallel rank's samples, and the engine's log-probs of their responses."""
+    """Return this data-parallel rank's samples, and the engine's log-probs of their responses."""
     mine = found[engine.groups.at.dp :: engine.groups.mesh.dp]
     tokens = torch.tensor([token for prompt, response, _ in mine for token in prompt + response])
     lengths = np.array([len(prompt) + len(response) for prompt, response, _ in mine])

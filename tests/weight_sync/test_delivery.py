@@ -1,4 +1,4 @@
-"""One version on its way to one worker: what is placed, what is compared, and what becomes of a worker that fails."""
+"""Transfer of one version to one worker: placement, comparison, and workers that fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def nothing_else(digests: dict[str, str]) -> dict[str, str]:
 
 
 class Worker:
-    """An engine's side in a thread: it takes versions, keeps what it was sent, and answers as it is told."""
+    """An engine's side in a thread. It receives versions, keeps the tensors, and returns the configured answers."""
 
     def __init__(self, path: Path, answers: list[Change | str]) -> None:
         self.versions: list[tuple[int, dict[str, torch.Tensor]]] = []
@@ -76,7 +76,7 @@ def held_by_one_rank(model: Path, dtype: torch.dtype) -> dict[tuple[int, str], t
 
 
 class Sender:
-    """A trainer of one rank beside an engine of tp 1."""
+    """A trainer of one rank and an engine with tp 1."""
 
     def __init__(self, model: Path, path: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
         planner = ReshardPlanner(read_spec(model), Layout(), Mesh(1), RolloutLayout(EngineSizes(1), (0,), (0,)))
@@ -114,7 +114,7 @@ def test_each_version_arrives_as_the_worker_holds_it_and_is_reported(
 
 def test_a_worker_that_is_not_named_is_not_asked(tiny: Tiny, tmp_path: Path) -> None:
     sender = Sender(tiny("qwen3"), tmp_path / "0.sock")
-    report = sender.resharder.send(3, [])  # nobody listens, and nobody is waited for
+    report = sender.resharder.send(3, [])  # no worker listens, and none is waited for
     assert (report.worker, report.failure, report.least_bytes) == (None, "", 0)
     assert report.extra_bytes < BUCKET_BYTES
 
@@ -132,7 +132,7 @@ def test_the_trainers_dtype_is_what_it_was_said_to_be(tiny: Tiny, tmp_path: Path
     planner = ReshardPlanner(read_spec(tiny("qwen3")), Layout(), Mesh(1), RolloutLayout(EngineSizes(1), (0,), (0,)))
     transport = JoinedTransport(HashStore(), 0, 1, CPU, LIMIT_S)
     spec = WeightSyncSpec(planner.rollout, (tmp_path / "0.sock",), "float32", "bfloat16")
-    with pytest.raises(EngineError, match=r"are to be torch\.bfloat16, and some are torch\.float32"):
+    with pytest.raises(EngineError, match=r"should be torch\.bfloat16, but some are torch\.float32"):
         Resharder(planner, transport, held, spec)
 
 
@@ -185,7 +185,7 @@ def test_after_a_failure_nothing_more_is_attempted() -> None:
 
         def begin(self, version: int) -> None:
             asked.append("begin")
-            raise RolloutError(f"nobody listens for {version}")
+            raise RolloutError(f"no worker listens for {version}")
 
         def slot(self) -> None:
             asked.append("slot")
@@ -201,7 +201,7 @@ def test_after_a_failure_nothing_more_is_attempted() -> None:
     bucket: Any = type("Bucket", (), {"tensors": (1,)})
     assert delivery.open(bucket) is None
     delivery.end()
-    assert delivery.failure == "nobody listens for 8"
+    assert delivery.failure == "no worker listens for 8"
     assert asked == ["begin", "close", "close"]
 
 

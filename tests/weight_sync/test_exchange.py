@@ -1,4 +1,4 @@
-"""Messages of an exchange: how they are cut, in which order they go around, and that what they carry arrives."""
+"""Messages of an exchange: their size, their order, and the arrival of their contents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sizes(runs: list[list[Transfer]]) -> list[int]:
 
 
 def elements(runs: list[list[Transfer]]) -> list[tuple[int, str, tuple[int, ...], tuple[int, ...]]]:
-    """Where every element comes from and goes to, in order."""
+    """Return source and target of every element, in order."""
     found = []
     for run in runs:
         for each in run:
@@ -82,12 +82,12 @@ def test_runs_hold_every_element_once_in_order_and_no_more_than_fits(limit: int)
 
 
 def test_a_row_that_fits_into_no_message_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="a row of 4 elements in messages of 3"):
+    with pytest.raises(AssertionError, match="a row of 4 elements exceeds messages of 3"):
         split_messages([FUSED], 3)
 
 
 def plan_of(rank: int, num_ranks: int) -> tuple[RankPlan, PlannedBucket]:
-    """Everybody sends everybody a vector, whose length says from whom and to whom."""
+    """Plan an exchange in which each rank sends each other a vector. Its length encodes source and destination."""
 
     def vector(source: int, destination: int) -> list[Transfer]:
         length = 2 + source + 3 * destination
@@ -176,7 +176,7 @@ def test_what_two_boxes_share(one: Region, other: Region, common: Region | None)
 
 
 def around(transport: P2PTransport, size: int) -> list[float]:
-    """Everybody sends its number to the next and, doubled, to the one before, at once; what came from both."""
+    """Send this rank's number to the next rank and, doubled, to the previous, both at once. Return what arrived."""
     after, before = (transport.rank + 1) % size, (transport.rank - 1) % size
     sent = [torch.full((3,), float(transport.rank)), torch.full((2,), 2.0 * transport.rank)]
     come = [torch.zeros(3), torch.zeros(2)]

@@ -1,4 +1,4 @@
-"""Handover between two real processes: what arrives, what waits, and what is said when the other side fails."""
+"""Handover between two real processes: contents, waits, and errors if the other side fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run = Callable[..., Any]
 
 
 def received(end: Any, path: Path, behaviour: str) -> None:
-    """A rollout worker: takes two versions and tells the test what they were."""
+    """Receive two versions as a rollout worker, and report them to the test."""
     receiver = IpcReceiver(path, LIMIT_S)
     for _ in range(2):
         seen = {}
@@ -104,7 +104,7 @@ def test_the_path_may_be_longer_than_the_kernel_takes(worker: Run, tmp_path: Pat
     sender.begin(1)
     assert sender.end() == {}
     sender.close()
-    with pytest.raises(RolloutError, match="too many bytes for a socket"):
+    with pytest.raises(RolloutError, match="the socket's name is too long"):
         IpcReceiver(tmp_path / ("s" * 100))
 
 
@@ -114,7 +114,7 @@ def test_a_slot_is_free_only_when_the_receiver_has_read_it(tmp_path: Path) -> No
 
     def receive() -> None:
         for bucket in receiver.buckets():
-            assert go.wait(LIMIT_S), "nobody let the receiver go on"
+            assert go.wait(LIMIT_S), "the receiver was never released"
             sums.append(bucket.tensors["a"].sum().item())
         receiver.reply({})
 
@@ -141,7 +141,7 @@ def test_a_slot_is_free_only_when_the_receiver_has_read_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("behaviour", "message"),
     [
-        ("die", "rollout worker 0-0 is gone"),
+        ("die", "rollout worker 0-0 (has )?disconnected"),
         ("refuse", "rollout worker 0-0 refused the weights: `lm_head.weight` has another shape"),
         ("sleep", "rollout worker 0-0 sent no `done` within 1 s"),
     ],
@@ -162,10 +162,10 @@ def test_a_new_worker_takes_the_place_of_one_that_was_killed(worker: Run, tmp_pa
     sender.begin(1)
     slot = sender.slot()
     sender.send(slot, [put(slot, "a", torch.ones(4))])
-    with pytest.raises(RolloutError, match="is gone"):
+    with pytest.raises(RolloutError, match="disconnected"):
         sender.end()
     sender.close()
-    assert path.exists()  # nobody could remove it
+    assert path.exists()  # no process could remove it
     _, results = worker("take")
     sender.begin(2)
     slot = sender.slot()
@@ -198,7 +198,7 @@ def test_a_sender_that_vanishes_is_an_error_and_the_receiver_goes_on(tmp_path: P
     thread.join(LIMIT_S)
     receiver.close()
     assert len(errors) == 1
-    assert "the trainer is gone while `bucket` was expected" in errors[0]
+    assert "the trainer disconnected before it sent `bucket`" in errors[0]
 
 
 def test_nobody_listens_and_nobody_sends(tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def test_nobody_listens_and_nobody_sends(tmp_path: Path) -> None:
     [
         (
             TensorView("a", torch.float32, (1024,), ALIGNMENT_BYTES),
-            r"a \[1024\] at byte 64 does not lie in a buffer of 4096",
+            r"a \[1024\] at byte 64 is not inside the buffer of 4096",
         ),
-        (TensorView("a", torch.float32, (2,), 8), "at byte 8 does not lie"),
+        (TensorView("a", torch.float32, (2,), 8), "at byte 8 is not inside"),
         (TensorView("a", torch.int64, (2,), 0), "a has dtype int64"),
     ],
 )

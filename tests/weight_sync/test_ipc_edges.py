@@ -1,4 +1,4 @@
-"""The hand-over at its edges: what fits exactly, what is left open, and frames that nobody should send."""
+"""Edge cases of the handover: exact fits, open ends, and invalid frames."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUFFER = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
 
 
 class Listening:
-    """A receiver in a thread: what it saw, and what it raised."""
+    """A receiver in a thread, with the tensors that it saw and its errors."""
 
     def __init__(self, path: Path, num_rounds: int = 1) -> None:
         self.receiver = IpcReceiver(path, LIMIT_S)
@@ -94,7 +94,7 @@ def test_a_tensor_lies_in_its_buffer_to_the_last_byte(row: list[Any], lies_withi
         assert (placed.name, placed.shape, placed.offset) == (row[0], tuple(row[2]), row[3])
         assert placed.view(BUFFER).shape == tuple(row[2])
         return
-    with pytest.raises(RolloutError, match=f"does not lie in a buffer of {SLOT_BYTES} bytes"):
+    with pytest.raises(RolloutError, match=f"is not inside the buffer of {SLOT_BYTES} bytes"):
         _placed(row, BUFFER)
 
 
@@ -149,11 +149,11 @@ def test_another_protocol_is_refused_with_both_numbers(listen: Callable[..., tup
     path, listening = listen()
     line = spoken_to(path)
     line.send("hello", {"protocol": 2, "version": 1, "slots": []})
-    with pytest.raises(RolloutError, match="protocol 2 of the trainer is not the rollout worker's 1"):
+    with pytest.raises(RolloutError, match="the trainer has protocol 2, but the rollout worker has 1"):
         line.receive("welcome", LIMIT_S)
     line.close()
     listening.thread.join(LIMIT_S)
-    assert listening.errors == ["the trainer speaks protocol 2, not 1"]
+    assert listening.errors == ["the trainer has protocol 2, not 1"]
 
 
 def framed(frame: str) -> bytes:
@@ -216,7 +216,7 @@ def test_a_socket_of_a_worker_that_crashed_is_taken_over(tmp_path: Path) -> None
     path.write_text("left behind")
     receiver = IpcReceiver(path, LIMIT_S)
     assert path.is_socket()
-    receiver.reject("nobody is connected, so nobody is told")
+    receiver.reject("no sender is connected, so this goes nowhere")
     receiver.close()
     assert not path.exists()
 
@@ -243,7 +243,7 @@ def test_digests_are_of_what_was_added_when_it_was_added() -> None:
 
 
 def test_a_sum_sees_every_bit_of_every_word() -> None:
-    """The highest bit of a word of 64 times an even weight would be 0, wherever it stands."""
+    """The highest bit of a 64-bit word times an even weight would be 0 at any position."""
     words = torch.arange(64)
     expected = int(weighted_sums(words))
     for place in range(64):

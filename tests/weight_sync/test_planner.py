@@ -1,4 +1,4 @@
-"""Plans: every element arrives where vLLM wants it, nothing crosses that need not, and a rank plans alone and fast."""
+"""Plans: every element arrives at vLLM's position, no transfer is unnecessary, and each rank plans alone and fast."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = [
 
 
 def numbered(spec: ModelSpec) -> dict[str, Ids]:
-    """Tensors in which no number occurs twice."""
+    """Return tensors in which no number occurs twice."""
     tensors, first = {}, 1
     for name, shape in hf_tensors(spec, "lm").items():
         count = int(np.prod(shape))
@@ -73,7 +73,7 @@ def rollout_of(mesh: Mesh, sizes: EngineSizes, ranks_per_node: int = 8) -> Rollo
     return RolloutLayout(sizes, hosts, tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
 
 
-@pytest.mark.parametrize("has_own_pool", [False, True], ids=["beside the trainer", "in a pool of their own"])
+@pytest.mark.parametrize("has_own_pool", [False, True], ids=["in the trainer's pool", "in a separate pool"])
 @pytest.mark.parametrize(("family", "mesh", "layout", "sizes"), CASES, ids=str)
 def test_what_is_planned_assembles_every_worker(
     tiny: Tiny, family: str, mesh: Mesh, layout: Layout, sizes: EngineSizes, has_own_pool: bool
@@ -108,7 +108,7 @@ def test_what_is_planned_assembles_every_worker(
 
 
 def assert_agreed(plans: list[RankPlan]) -> None:
-    """What one sends is what the other awaits, in the same order."""
+    """Check that each rank expects exactly what the other sends, in the same order."""
     for plan in plans:
         assert len(plan.buckets) == len(plans[0].buckets)
         for number, bucket in enumerate(plan.buckets):
@@ -131,7 +131,7 @@ def test_buckets_are_bounded_and_aligned(tiny: Tiny) -> None:
 
 
 def test_no_tensor_stands_out_of_its_slot_whatever_the_slot_holds(tiny: Tiny) -> None:
-    """Slots of every size near an end of a tensor: what is left for alignment decides."""
+    """Slots of every size near a tensor's end, where the remaining space for alignment matters."""
     spec, mesh = read_spec(tiny("qwen3")), Mesh(1)
     planner = ReshardPlanner(spec, Layout(), mesh, rollout_of(mesh, EngineSizes(1)))
     whole = planner.plan(0, BucketSizes(1 << 30, 2, 4096)).buckets[0].tensors
@@ -171,7 +171,7 @@ def test_a_copy_on_the_own_node_is_nearer_and_copies_share_the_work(tiny: Tiny) 
 
 
 def test_each_stage_serves_another_part_of_the_workers_at_any_time(tiny: Tiny) -> None:
-    """Or all would wait for one stage after another."""
+    """Otherwise all workers would wait for one stage after another."""
     spec, mesh = read_spec(tiny("llama")), Mesh(4, pp=4)
     planner = ReshardPlanner(spec, Layout(pp=4), mesh, rollout_of(mesh, EngineSizes(1)))
     plans = [planner.plan(rank, BucketSizes(1, 4, 64)) for rank in range(4)]
@@ -207,9 +207,9 @@ def test_a_rank_of_the_largest_world_plans_within_a_second() -> None:
 @pytest.mark.parametrize(
     ("hosts", "nodes", "message"),
     [
-        ((0, 1, 2), (0,) * 4, "3 workers are no whole number of engines of tp 2"),
-        ((0, 0), (0,) * 4, "each needs one of 4 for itself"),
-        ((3, 4), (0,) * 4, "each needs one of 4 for itself"),
+        ((0, 1, 2), (0,) * 4, "3 workers are not divisible into engines of tp 2"),
+        ((0, 0), (0,) * 4, "each needs its own of the 4 ranks"),
+        ((3, 4), (0,) * 4, "each needs its own of the 4 ranks"),
         ((0, 1), (0,) * 3, "3 ranks have a node, but there are 4 trainer ranks"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Weights through real ranks over gloo into stand-ins for vLLM's workers: every bit, every byte, every fault."""
+"""Weights from real ranks over gloo to fakes of vLLM's workers: every bit, every byte, every fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUCKET_BYTES = 96 << 10
 
 
 def world(num_ranks: int, cases: list[ReshardCase]) -> list[list[RankOutcome]]:
-    """The ranks of each case."""
+    """Return the ranks of each case."""
     by_rank = run_distributed(num_ranks, measure, cases, timeout_s=LIMIT_S)
     return [list(ranks) for ranks in zip(*by_rank, strict=True)]
 
@@ -104,7 +104,8 @@ def test_a_worker_that_is_killed_costs_no_other_rank_and_its_successor_gets_the_
     ranks = run_distributed(4, send_while_one_dies, case, timeout_s=LIMIT_S)
     firsts, seconds = ([reports[number] for reports, _ in ranks] for number in (0, 1))
     assert [bool(report.failure) for report in firsts] == [False, True, False, False]
-    assert "rollout worker 1 is gone" in firsts[1].failure
+    assert firsts[1].failure.startswith("rollout worker 1 ")
+    assert "disconnected" in firsts[1].failure
     assert [report.worker for report in seconds] == [None, 1, None, None]
     assert [report.failure for report in seconds] == [""] * 4
     assert [report.bytes_received > 0 for report in seconds] == [False, True, False, False]
@@ -142,7 +143,7 @@ def test_messages_are_bounded_and_full(tiny: Tiny) -> None:
 
 
 def covered(runs: list[list[Transfer]]) -> dict[tuple[ParameterSite, int, str], int]:
-    """Elements of each parameter that move, by where they start: rows must not be left out or moved twice."""
+    """Return a checksum over the positions of each parameter's moved elements, to detect missing or repeated rows."""
     found: dict[tuple[ParameterSite, int, str], int] = {}
     for run in runs:
         for move in run:

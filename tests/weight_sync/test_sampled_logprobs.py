@@ -1,4 +1,4 @@
-"""What a real vLLM engine samples with, whatever the layouts of trainer and engine: the trainer's own log-probs."""
+"""Samples of a real vLLM engine have the trainer's own log-probs, for any layouts of trainer and engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start(settings: EngineSettings) -> str:
 
 
 def sample(version: int) -> str:
-    """Take a version in, and sample with it."""
+    """Receive a version, and sample with it."""
     (engine,) = ENGINE
     engine.receive_weights(version)
     samples = run(engine, WANTED, Sampling())
@@ -60,7 +60,7 @@ def stop() -> None:
 
 @pytest.fixture
 def in_engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Calls functions in a process of its own that has an engine: vLLM's groups are a process' own, and so are ours."""
+    """Return a function that runs others in an engine's process: vLLM and trainer use global process groups."""
     family, sizes = request.param
     model = make_small(family, tmp_path / "model", 0)
     settings = EngineSettings(model, "float32", "cpu", MAX_TOKENS, VOCAB, tmp_path, "engine", sizes.tp, VLLM)

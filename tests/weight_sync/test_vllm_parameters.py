@@ -1,4 +1,4 @@
-"""What is written into a model's parameters, and what is said of them afterwards; the models are two modules."""
+"""Writes into a model's parameters, and their digests. Two modules replace the models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mrl.weight_sync.digest import Digests
 
 
 def test_the_digest_is_of_what_a_parameter_holds_and_not_of_what_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter of fewer digits than was sent has lost some: the sender must hear of it."""
+    """A parameter with lower precision than the sent tensor has lost bits, and the sender must notice."""
     from mrl.weight_sync import vllm_parameters  # loads vLLM
 
     exact, rounded = (torch.nn.Linear(3, 2, bias=False, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -34,7 +34,7 @@ def test_the_digest_is_of_what_a_parameter_holds_and_not_of_what_came(monkeypatc
 
 
 def test_whole_tensors_are_kept_although_the_sender_uses_its_buffer_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM holds on to what it is given until it has all of a module's tensors."""
+    """vLLM keeps its inputs until it has all of a module's tensors."""
     from mrl.weight_sync import vllm_parameters
 
     for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):

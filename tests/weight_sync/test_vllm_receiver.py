@@ -1,4 +1,4 @@
-"""What a vLLM worker takes in: the version that was asked for, and no other."""
+"""A vLLM worker accepts only the requested version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rollout.trainer_side import InBackground, send
 
 
 def test_a_worker_refuses_weights_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its engine would say of all later samples that weights drew them which it does not hold."""
+    """Otherwise its engine would report the wrong version for all later samples."""
     from mrl.weight_sync import vllm_parameters, vllm_receiver  # loads vLLM
 
     module = torch.nn.Linear(3, 2, bias=False)
@@ -30,7 +30,7 @@ def test_a_worker_refuses_weights_of_another_version(tmp_path: Path, monkeypatch
         for version in (4, 6):
             sending = InBackground(send, settings, version, [("only.weight", sent)])
             engine.receive_weights(vllm_receiver.UpdateInfo(version=5, full=False))
-            with pytest.raises(RolloutError, match=f"the trainer sends version {version}, but version 5 was asked for"):
+            with pytest.raises(RolloutError, match=f"the trainer sends version {version} instead of version 5"):
                 sending.result()
             assert engine.refused_because
             assert torch.equal(module.weight, before)

@@ -1,4 +1,4 @@
-"""A run whose engine keeps its weights in a form that only vLLM's own loaders know: they get whole tensors."""
+"""A run whose engine stores its weights in a form that only vLLM's own loaders know. It gets whole tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.trainer.test_ppo import CONFIG, train
 
 @pytest.mark.slow
 def test_a_quantised_engine_follows_the_trainer_over_whole_tensors(tmp_path: Path) -> None:
-    """Each rank of the engine quantises for itself what arrives; how it samples is near to the trainer, and not it."""
+    """Each rank of the engine quantizes the weights itself. Its samples are close to the trainer's, but not equal."""
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))
     vllm = ("rollout.tp=2", "rollout.vllm.quantization=fp8_per_channel", "rollout.vllm.dtype=bfloat16")
@@ -22,7 +22,7 @@ def test_a_quantised_engine_follows_the_trainer_over_whole_tensors(tmp_path: Pat
     said = [event.message for event in events if isinstance(event, Warned) and event.about == "rollout"]
     assert len(said) == 1
     assert said[0].startswith("weights travel as whole tensors: ")
-    assert "is kept by Fp8" in said[0]
+    assert "is stored by Fp8" in said[0]
     assert printed.count("weights travel as whole tensors") == 1
     assert [event.weight_version for event in events if isinstance(event, ReplicaServes)] == [1, 2, 3]
     for line in lines:

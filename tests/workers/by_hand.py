@@ -1,4 +1,4 @@
-"""Rows of a step, and what the workers should make of them: loops over written tokens alone, in float64."""
+"""Rows of a step, and the expected results of the workers: loops over written tokens only, in float64."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Row:
         return sum(self.mask)
 
     def written(self, name: str) -> Tensor:
-        """A column without the tokens that the model did not write."""
+        """Return a column without the tokens that the model did not write."""
         return self.columns[name][torch.tensor(self.mask, dtype=torch.bool)]
 
     def whole(self, values: Sequence[float]) -> list[float]:
-        """Values of the written tokens, and 0 on the others."""
+        """Return values of the written tokens, and 0 on the others."""
         left = iter(values)
         return [next(left) if is_written else 0.0 for is_written in self.mask]
 
 
 def kl_of(name: str, log_probs: Tensor, reference: Tensor) -> Tensor:
-    """The estimators of KL(pi || ref); one with a plus has the gradient of k2."""
+    """Estimate KL(pi || ref) by the named estimator. Names with a plus have the gradient of k2."""
     d = log_probs - reference
     k2 = d * d / 2
     value = {
@@ -62,7 +62,7 @@ def kl_of(name: str, log_probs: Tensor, reference: Tensor) -> Tensor:
 def advantages_of(
     rows: Sequence[Row], config: AlgorithmConfig, kl_coef: float
 ) -> tuple[list[list[float]], list[list[float]] | None, float]:
-    """Advantages and returns of the written tokens of each row, and the mean KL."""
+    """Return advantages and returns of the written tokens of each row, and the mean KL."""
     rewards, scores, row_kls = [], [], []
     for row in rows:
         of_row, score = [0.0] * row.num_written, row.score
@@ -97,7 +97,7 @@ def advantages_of(
 
 
 def _compared(name: str, rows: Sequence[Row], scores: Sequence[float], at: int) -> float:
-    """How a row's score compares with those of its prompt."""
+    """Return a row's score relative to those of its prompt."""
     group = [j for j in range(len(rows)) if rows[j].uid == rows[at].uid]
     if len(group) == 1:
         return 0.0
@@ -121,7 +121,7 @@ def _compared(name: str, rows: Sequence[Row], scores: Sequence[float], at: int) 
 
 
 def backwards(values: Sequence[float], decay: float) -> list[float]:
-    """y_t = x_t + decay * y_(t+1)."""
+    """Compute y_t = x_t + decay * y_(t+1)."""
     found, later = [], 0.0
     for value in reversed(values):
         later = value + decay * later
@@ -130,7 +130,7 @@ def backwards(values: Sequence[float], decay: float) -> list[float]:
 
 
 def whitened(of_rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Mean 0 and variance 1 over all tokens of all rows."""
+    """Normalize to mean 0 and variance 1 over all tokens of all rows."""
     tokens = [value for of_row in of_rows for value in of_row]
     mean = sum(tokens) / len(tokens)
     variance = sum((value - mean) ** 2 for value in tokens) / (len(tokens) - 1)
@@ -141,7 +141,7 @@ def whitened(of_rows: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def weight_of(aggregation: str, row: Row, rows: Sequence[Row], horizon_tokens: int) -> float:
-    """What each written token of a row counts in the loss of an update of all these rows."""
+    """Return the weight of each written token of a row in the loss of an update of all these rows."""
     num_tokens, num_rows = sum(each.num_written for each in rows), sum(each.num_written > 0 for each in rows)
     return {
         "token-mean": 1 / num_tokens,
@@ -155,7 +155,7 @@ def weight_of(aggregation: str, row: Row, rows: Sequence[Row], horizon_tokens: i
 def policy_tokens(
     loss: LossConfig, log_probs: Tensor, old: Tensor, advantage: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each written token of a row, and what to report of each."""
+    """Return the loss of each written token of a row, and its reports."""
     low, high, log_ratio = loss.clip_low, loss.clip_high, log_probs - old
     ratio, figures = log_ratio.exp(), {"ppo_kl": -log_ratio.detach()}
     if loss.policy in ("ppo", "vanilla", "gspo"):
@@ -185,14 +185,14 @@ def policy_tokens(
 
 
 def importance_ratios(level: str, old: Tensor, rollout: Tensor) -> Tensor:
-    """The ratio of each written token of a row, before any bound."""
+    """Return the ratio of each written token of a row, before any bound."""
     x = old - rollout
     x = {"token": x, "sequence": x.sum().expand(len(x)), "geometric": x.mean().expand(len(x))}[level]
     return x.exp()
 
 
 def correction_of(settings: CorrectionConfig, old: Tensor, rollout: Tensor) -> Tensor:
-    """The importance weight of each written token of a row."""
+    """Return the importance weight of each written token of a row."""
     found = []
     for ratio in importance_ratios(settings.level, old, rollout).tolist():
         if settings.lower <= ratio <= settings.upper:
@@ -205,7 +205,10 @@ def correction_of(settings: CorrectionConfig, old: Tensor, rollout: Tensor) -> T
 def actor_loss(
     rows: Sequence[Row], config: AlgorithmConfig, horizon_tokens: int, given: Mapping[str, list[Tensor]]
 ) -> tuple[Tensor, Reports]:
-    """The loss of an update of these rows, and its reports. `given`: what the model says of each row's tokens."""
+    """Return the loss of an update of these rows, and its reports.
+
+    `given` are the model's outputs for each row's tokens.
+    """
     loss, num_tokens = config.loss, sum(row.num_written for row in rows)
     total, terms, reports = torch.zeros((), dtype=torch.float64), dict[str, Tensor](), Reports()
     for number, row in enumerate(rows):
@@ -241,7 +244,7 @@ def actor_loss(
 def critic_loss(
     rows: Sequence[Row], loss: LossConfig, horizon_tokens: int, given: Sequence[Tensor]
 ) -> tuple[Tensor, Reports]:
-    """1/2 (V - R)^2, or the worse of it and of the same with V held near its old value."""
+    """Compute 1/2 (V - R)^2, or the larger of it and the same with V clipped near its old value."""
     total, num_tokens = torch.zeros((), dtype=torch.float64), sum(row.num_written for row in rows)
     clipped, mean = 0.0, 0.0
     for row, of_row in zip(rows, given, strict=True):
@@ -258,7 +261,7 @@ def critic_loss(
 
 
 def correction_reports(rows: Sequence[Row], log_probs: Sequence[Tensor], config: CorrectionConfig) -> Reports:
-    """What the correction does to the written tokens of all rows."""
+    """Return figures of the correction over the written tokens of all rows."""
     weights: list[float] = []
     ratios: list[float] = []
     for row, of_row in zip(rows, log_probs, strict=True):
@@ -274,7 +277,7 @@ def correction_reports(rows: Sequence[Row], log_probs: Sequence[Tensor], config:
 
 
 def mismatch_of(rows: Sequence[Row], log_probs: Sequence[Tensor]) -> Reports:
-    """How far the engine is from the trainer: means over written tokens, or over rows that have any."""
+    """Return how much engine and trainer differ: means over written tokens, or over rows that have any."""
     tokens: dict[str, list[float]] = {}
     per_row: dict[str, list[float]] = {}
     for row, of_row in zip(rows, log_probs, strict=True):

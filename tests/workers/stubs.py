@@ -1,4 +1,4 @@
-"""What stands in for an engine and for other ranks, so that a worker's own arithmetic takes milliseconds to see."""
+"""Fakes for an engine and for other ranks, so that tests of a worker's own arithmetic take milliseconds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Answer = TypeVar("Answer")
 
 
 def make_rows(*names: str, with_holes: bool = True) -> list[Row]:
-    """Eight rows of four prompts, with these columns; with holes one row has no written token at all."""
+    """Make eight rows of four prompts with these columns. With holes, one row has no written token at all."""
     chance = torch.Generator().manual_seed(5)
     rows = []
     for number, (uid, length) in enumerate(zip(UIDS, LENGTHS, strict=True)):
@@ -49,7 +49,7 @@ def make_rows(*names: str, with_holes: bool = True) -> list[Row]:
         for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "values", "returns"):
             noise = torch.randn(length, generator=chance, dtype=torch.float64)
             values = base + 0.5 * noise if name.endswith("log_probs") else noise
-            # What stands on a token that the model did not write must reach no number.
+            # Values of tokens that the model did not write must not affect any result.
             filler = torch.nan if name in ("ref_log_probs", "rollout_log_probs") else 77.0
             if name in names:
                 row.columns[name] = torch.where(written, values, filler)
@@ -58,7 +58,7 @@ def make_rows(*names: str, with_holes: bool = True) -> list[Row]:
 
 
 def batch_of(rows: Sequence[Row], first_id: int = 0) -> DataProto:
-    """The rows as a worker gets them; without a mask where every token was written."""
+    """Return the rows as a worker gets them, without a mask if every token was written."""
     tensors: dict[str, Any] = {
         "prompts": from_rows([row.prompt for row in rows]),
         "responses": from_rows([row.response for row in rows]),
@@ -73,14 +73,14 @@ def batch_of(rows: Sequence[Row], first_id: int = 0) -> DataProto:
 
 
 def make_place(rank: int = 0, mesh: Mesh | None = None) -> RankInfo:
-    """A place in a world that is never joined."""
+    """Return a rank in a world that is never joined."""
     mesh = mesh or Mesh(1)
     return RankInfo("actor", rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
 
 
 @dataclass
 class Call:
-    """What the engine was asked."""
+    """Arguments of a call to the engine."""
 
     rows: TokenRows
     micro_batches: list[list[int]]
@@ -90,7 +90,7 @@ class Call:
 
 @dataclass
 class StubMemory:
-    """Says whose weights are in place, and which parts were wanted."""
+    """Records whose weights are in place, and which parts were requested."""
 
     weights: object = "own"
     asked: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
@@ -115,7 +115,7 @@ class StubMemory:
 
 
 class StubEngine:
-    """Gives the scores that it was made with, in row order, and runs a loss as Megatron's engine does."""
+    """Returns the scores from its constructor, in row order, and computes losses like Megatron's engine."""
 
     def __init__(self, scores: Scores | None) -> None:
         self.scores = scores
@@ -140,7 +140,7 @@ class StubEngine:
         request: ScoreRequest,
     ) -> tuple[dict[str, float], StepOutcome]:
         self._note(rows, micro_batches, request)
-        assert self.scores is not None, "an update is told of by the last stage"
+        assert self.scores is not None, "only the last stage has results of an update"
         parts = {name: getattr(self.scores, name) for name in Scores.__dataclass_fields__}
         lengths, totals = rows.response_lengths.tolist(), dict[str, float]()
         for index in micro_batches:
@@ -155,13 +155,13 @@ class StubEngine:
 
 
 def pick(values_T: Tensor, lengths: list[int], index: npt.NDArray[np.int64]) -> Tensor:
-    """The tokens of these rows."""
+    """Return the tokens of these rows."""
     pieces = torch.split(values_T, lengths)
     return torch.cat([pieces[row] for row in index])
 
 
 class Shards:
-    """Data-parallel ranks as threads: a reduction waits until each of them has brought its part."""
+    """Data-parallel ranks as threads. A reduction waits until all of them have passed their part."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -176,7 +176,7 @@ class Shards:
         return whole
 
     def run(self, work: Callable[[int], Answer]) -> list[Answer]:
-        """What `work` returns on each shard."""
+        """Run `work` on each shard, and return the results."""
         found: dict[int, Answer] = {}
         errors: list[BaseException] = []
 
@@ -198,7 +198,7 @@ class Shards:
 
 
 class OfShards:
-    """Mixed into a worker: its reductions go over shards of this process."""
+    """A mixin for workers: reductions go over shards of this process."""
 
     shards: Shards
     shard: int
@@ -211,7 +211,7 @@ class OfShards:
 
 
 def cut(rows: Sequence[Row], num_shards: int) -> list[list[int]]:
-    """The positions of each shard's rows; shards differ in size, and prompts lie across them."""
+    """Return the positions of each shard's rows. Shards differ in size, and prompts span several shards."""
     bounds = np.linspace(0, len(rows), num_shards + 1).astype(int) + np.array([0] + [1] * (num_shards - 1) + [0])
     order = np.array([6, 1, 0, 4, 3, 7, 2, 5])
     return [order[low:high].tolist() for low, high in itertools.pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""The actor's loss, its reports and its requests to the engine, against formulas in float64, for every option."""
+"""The actor's loss, its reports and its requests to the engine, compared with formulas in float64, for every option."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ KL = KlConfig(where="none", coef=0.2, in_reward="abs", in_loss="k2")
 
 
 class ActorOfShards(OfShards, ActorRolloutRefWorker):
-    """The actor among shards of this process."""
+    """An actor on one of several shards of this process."""
 
 
 def config_of(loss: LossConfig = LOSS, **changes: Any) -> AlgorithmConfig:
-    """A configuration in which no two numbers are alike."""
+    """Return a configuration in which all numbers differ."""
     return replace(AlgorithmConfig(advantage="grpo", kl=KL, loss=loss), **changes)
 
 
 def scores_of(rows: list[Row]) -> dict[str, list[Tensor]]:
-    """What the model says of each row's tokens."""
+    """Return random model outputs for each row's tokens."""
     chance = torch.Generator().manual_seed(11)
     found: dict[str, list[Tensor]] = {"log_probs": [], "entropy": []}
     for row in rows:
@@ -53,7 +53,7 @@ def scores_of(rows: list[Row]) -> dict[str, list[Tensor]]:
 
 
 def worker_of(config: AlgorithmConfig, scores: Scores | None, shards: Shards, shard: int = 0) -> ActorOfShards:
-    """A worker of that shard with an engine that gives these scores."""
+    """Return a worker of that shard with an engine that returns these scores."""
     worker = ActorOfShards(make_place(), SETUP, config, TEMPERATURE, HORIZON)
     worker.engine = StubEngine(scores)  # type: ignore[assignment]
     worker.shards, worker.shard = shards, shard
@@ -63,7 +63,10 @@ def worker_of(config: AlgorithmConfig, scores: Scores | None, shards: Shards, sh
 def update(
     rows: list[Row], config: AlgorithmConfig, given: dict[str, list[Tensor]], num_shards: int
 ) -> tuple[dict[str, float], list[tuple[UpdateReport, ActorOfShards]]]:
-    """The reports of an update, added up over shards, each in micro-batches of two rows; gradients go to `given`."""
+    """Return the reports of an update, summed over shards, each in micro-batches of two rows.
+
+    Gradients go to `given`.
+    """
     shards, places = Shards(num_shards), cut(rows, num_shards)
 
     def work(shard: int) -> tuple[UpdateReport, ActorOfShards]:
@@ -84,7 +87,7 @@ def update(
 def check(
     config: AlgorithmConfig, *, rows: list[Row] | None = None, num_shards: int = 1, horizon: int = HORIZON
 ) -> dict[str, float]:
-    """Compare an update's reports and gradients with those of the formulas; the reports."""
+    """Compare an update's reports and gradients with those of the formulas. Return the reports."""
     rows = make_rows(*ALL) if rows is None else rows
     ours, theirs = scores_of(rows), scores_of(rows)
     reports, _ = update(rows, config, ours, num_shards)
@@ -104,7 +107,7 @@ def check(
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_every_policy_loss_in_every_aggregation(policy: str, aggregation: str, num_shards: int) -> None:
     reports = check(config_of(replace(LOSS, policy=policy, aggregation=aggregation)), num_shards=num_shards)
-    assert policy == "gpg" or 0 < reports["pg_clipfrac"] < 1, "the rows tell clipped tokens from others"
+    assert policy == "gpg" or 0 < reports["pg_clipfrac"] < 1, "some tokens are clipped, and some are not"
     assert reports.get("pg_clipfrac_lower", 0.5) > 0
 
 

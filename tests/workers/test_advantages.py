@@ -1,4 +1,4 @@
-"""Advantages of shards against the papers' formulas, for every estimator and every way to charge the KL."""
+"""Advantages of shards compared with the papers' formulas, for every estimator and every use of the KL."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ WHOLE = WholeBatch(UIDS, KL_COEF, range(len(UIDS)))
 
 
 class ActorOfShards(OfShards, ActorRolloutRefWorker):
-    """The actor among shards of this process."""
+    """An actor on one of several shards of this process."""
 
 
 class CriticOfShards(OfShards, CriticWorker):
-    """The critic among shards of this process."""
+    """A critic on one of several shards of this process."""
 
 
 def config_of(advantage: str, where: str = "both", **changes: object) -> AlgorithmConfig:
-    """A configuration in which no two numbers are alike."""
+    """Return a configuration in which all numbers differ."""
     kl = KlConfig(where=where, coef=0.05, in_reward="k1", in_loss="k2")  # type: ignore[arg-type]
     return replace(AlgorithmConfig(advantage=advantage, gamma=0.9, lam=0.8, kl=kl), **changes)
 
 
 def shards_of(rows: list[Row], num_shards: int) -> list[DataProto]:
-    """The shards' batches, with the rows' places in the whole one."""
+    """Return the shards' batches, with the rows' positions in the whole batch."""
     batches = []
     for positions in cut(rows, num_shards):
         batch = batch_of([rows[at] for at in positions])
@@ -60,7 +60,7 @@ def advantages_by_worker(
     worker_class: type = ActorOfShards,
     whole: WholeBatch = WHOLE,
 ) -> tuple[list[DataProto], dict[str, list[list[float]]], list[float]]:
-    """The shards' answers, their columns in the order of all rows, and each shard's mean KL."""
+    """Return the shards' results, their columns in the order of all rows, and each shard's mean KL."""
     shards, batches = Shards(num_shards), shards_of(rows, num_shards)
 
     def work(shard: int) -> DataProto:
@@ -79,12 +79,12 @@ def advantages_by_worker(
                 found[position] = values.tolist()
         columns[name] = found
     for batch, answer in zip(batches, answers, strict=True):
-        assert answer.row_ids.tolist() == batch.row_ids.tolist(), "each row's answer bears the row's id"
+        assert answer.row_ids.tolist() == batch.row_ids.tolist(), "each result has the id of its row"
     return answers, columns, [float(answer.meta_info["reward/kl"]) for answer in answers]
 
 
 def check(rows: list[Row], config: AlgorithmConfig, num_shards: int, worker_class: type = ActorOfShards) -> None:
-    """Compare all that a worker says with the formulas."""
+    """Compare all results of a worker with the formulas."""
     advantages, returns, kl = advantages_of(rows, config, KL_COEF)
     answers, columns, kls = advantages_by_worker(rows, config, num_shards, worker_class)
     expected = {"advantages": advantages}
@@ -103,7 +103,9 @@ def check(rows: list[Row], config: AlgorithmConfig, num_shards: int, worker_clas
         of_all = {"mean": np.mean(written), "max": max(written), "min": min(written)}
         for answer in answers:
             figures = {of: answer.meta_info[f"critic/{name}/{of}"] for of in of_all}
-            assert figures == pytest.approx(of_all, rel=1e-5, abs=1e-6), "figures are of all shards' written tokens"
+            assert figures == pytest.approx(of_all, rel=1e-5, abs=1e-6), (
+                "figures cover the written tokens of all shards"
+            )
     if worker_class is CriticOfShards:
         values = [float(value) for row in rows for value in row.written("values")]
         share = 1 - np.var(np.subtract(written, values)) / (np.var(written) + 1e-8)
@@ -155,7 +157,7 @@ def test_a_sample_of_several_rows_counts_once_in_its_group(num_shards: int) -> N
     rows = make_rows(with_holes=False)
     for row, score in zip(rows, (1.0, 0.0, 1.0), strict=False):
         row.score = score
-    whole = WholeBatch(["a", "a", *"bcdef"], 0.0, [0, 1, 0, 2, 3, 4, 5, 6])  # rows 0 and 2 are of one conversation
+    whole = WholeBatch(["a", "a", *"bcdef"], 0.0, [0, 1, 0, 2, 3, 4, 5, 6])  # rows 0 and 2 belong to one conversation
     found = {}
     for name in ("dr_grpo", "opo"):
         _, columns, _ = advantages_by_worker(rows, config_of(name, "none"), num_shards, whole=whole)

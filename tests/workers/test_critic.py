@@ -1,4 +1,4 @@
-"""The critic's loss, its reports and its requests, against formulas in float64."""
+"""The critic's loss, its reports and its requests, compared with formulas in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOSS = LossConfig(clip_low=0.1, clip_high=0.2, value_clip=0.4)
 
 
 class CriticOfShards(OfShards, CriticWorker):
-    """The critic among shards of this process."""
+    """A critic on one of several shards of this process."""
 
 
 def worker_of(loss: LossConfig, scores: Scores | None, shards: Shards, shard: int = 0) -> CriticOfShards:
@@ -32,13 +32,13 @@ def worker_of(loss: LossConfig, scores: Scores | None, shards: Shards, shard: in
 
 
 def values_of(rows: list[Row]) -> list[torch.Tensor]:
-    """What the critic says now."""
+    """Return random values for each row's tokens."""
     chance = torch.Generator().manual_seed(2)
     return [torch.randn(len(row.response), generator=chance, dtype=torch.float64).requires_grad_() for row in rows]
 
 
 def check(loss: LossConfig, rows: list[Row], num_shards: int, horizon: int = HORIZON) -> dict[str, float]:
-    """Compare an update's reports and gradients with those of the formulas; the reports."""
+    """Compare an update's reports and gradients with those of the formulas. Return the reports."""
     ours, theirs, shards, places = values_of(rows), values_of(rows), Shards(num_shards), cut(rows, num_shards)
 
     def work(shard: int) -> UpdateReport:

@@ -1,4 +1,4 @@
-"""From a batch to rows and back, and one real rank: what init, checkpoints and offload do to a model."""
+"""Conversions between batches and rows, and one real rank: initialization, checkpoints and offload of a model."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ PROMPTS, RESPONSES, TEMPERATURE = [[1, 2, 3], [4]], [[5, 6, 7, 8], [9, 10, 11]],
 
 
 class RankOfLocalWorld(ActorRolloutRefWorker):
-    """The worker in a world that `run_distributed` has made already."""
+    """A worker in a world that `run_distributed` has already created."""
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
         assert (backend, timeout_s) == ("gloo", 61), "what the setup says"
 
 
 def life_of_a_model(path: str, directory: str) -> dict[str, Any]:
-    """Begin, learn, save; then begin anew, load, and say what each gives for the same rows."""
+    """Create a worker, train, and save; then create another, load, and return both results for the same rows."""
     settings = TrainedModelConfig(dtype="float32", max_tokens_per_device=64, optimizer={"lr": 1e-2})
     setup = ModelSetup(path, "lm", settings, seed=1, timeout_s=61, keeps_reference=True)
     algorithm = AlgorithmConfig(advantage="grpo", kl=KlConfig(where="loss"))
@@ -172,7 +172,7 @@ def life_of_a_model(path: str, directory: str) -> dict[str, Any]:
     sizes, found = [[1, 1], [2]], dict[str, Any]()
     batch = DataProto.from_dict(columns)
 
-    def say(worker: ActorRolloutRefWorker, when: str) -> None:
+    def record(worker: ActorRolloutRefWorker, when: str) -> None:
         for name, method in (("policy", worker.compute_log_prob), ("reference", worker.compute_ref_log_prob)):
             answer = method(batch, sizes)
             assert answer is not None, "one stage is the last"
@@ -184,26 +184,26 @@ def life_of_a_model(path: str, directory: str) -> dict[str, Any]:
         with worker._groups:
             facts = worker.init_model()
             found[f"seed of the {life} life"] = torch.initial_seed()
-            say(worker, f"at the {life} beginning")
+            record(worker, f"at the {life} beginning")
             if life == "first":
                 advantages = from_rows([[1.0] * 4, [0.5] * 3])
                 given = {"advantages": advantages, "ref_log_probs": from_rows([[-1.0] * 4, [-2.0] * 3])}
                 report = worker.update_actor(DataProto.from_dict(columns | given), sizes)
-                say(worker, "after the first way")
+                record(worker, "after the update")
                 worker.begin_checkpoint(directory)
-                worker.update_actor(DataProto.from_dict(columns | given), sizes)  # is of no checkpoint
+                worker.update_actor(DataProto.from_dict(columns | given), sizes)  # is in no checkpoint
                 worker.finish_checkpoint()
                 found["is written"] = worker.checkpoint_is_written()
                 found |= {"report": report, "facts": facts, "threads": torch.get_num_threads()}
             else:
                 worker.load_checkpoint(directory)
-                say(worker, "after the second way")
+                record(worker, "after loading")
     return found
 
 
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, Any]]:
-    """A model, where it was exported to, and its life."""
+    """Return a model, its export, and the results of both workers."""
     directory = tmp_path_factory.mktemp("life")
     values = small_config(model_values("Qwen3-8B"), TrainedModelConfig(max_tokens_per_device=64).parallel)
     path = make_random(values, "lm", directory / "model")
@@ -218,13 +218,13 @@ Lives = tuple[Path, Path, dict[str, Any]]
 def test_the_reference_stays_what_the_run_began_with_even_on_resume(lives: Lives) -> None:
     found = lives[2]
     first = found["policy at the first beginning"]
-    assert found["is written"], "none is under way any more"
+    assert found["is written"], "the save has ended"
     assert found["reference at the first beginning"] == first
-    assert found["reference after the first way"] == first
+    assert found["reference after the update"] == first
     assert found["policy at the second beginning"] == first
-    assert found["reference after the second way"] == first, "not the weights of the checkpoint"
-    assert found["policy after the first way"] != first, "it has learnt"
-    assert found["policy after the second way"] == found["policy after the first way"], "it goes on from there"
+    assert found["reference after loading"] == first, "not the weights of the checkpoint"
+    assert found["policy after the update"] != first, "it has changed"
+    assert found["policy after loading"] == found["policy after the update"], "it continues from the checkpoint"
 
 
 def test_what_is_drawn_follows_from_the_seed_of_the_run(lives: Lives) -> None:
@@ -235,7 +235,7 @@ def test_log_probs_are_those_of_the_tempered_distribution(lives: Lives) -> None:
     from transformers import AutoModelForCausalLM
 
     path, exported, found = lives
-    for directory, when in ((path, "at the first beginning"), (exported, "after the first way")):
+    for directory, when in ((path, "at the first beginning"), (exported, "after the update")):
         oracle = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         expected: list[float] = []
         for prompt, response in zip(PROMPTS, RESPONSES, strict=True):

@@ -1,4 +1,4 @@
-"""Workers that learn from ranked responses do what transformers and torch's own optimizer do, in any layout."""
+"""Workers that train on ranked responses equal transformers with torch's own optimizer, in any layout."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ DPO_LOSS = DpoLossConfig(loss="conservative", beta=0.5, smoothing=0.1, sft_weigh
 
 
 class LocalWorld(ModelWorker):
-    """A worker in a world that `run_distributed` has made already."""
+    """A worker in a world that `run_distributed` has already created."""
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
-        """There is one."""
+        """Do nothing: the process group exists."""
 
 
 class LocalRm(LocalWorld, RmWorker):
-    """Of a reward model."""
+    """A worker of a reward model."""
 
 
 class LocalDpo(LocalWorld, DpoWorker):
-    """Of a policy."""
+    """A worker of a policy."""
 
 
 OfLayouts = list[tuple[list[dict[str, float]], list[float], dict[int, list[float]]]]
@@ -82,7 +82,7 @@ def make_batch() -> DataProto:
 
 
 def trained(kind: str, path: str, layouts: Layouts) -> list[dict[str, Any]]:
-    """What this rank reports of each update, and its rows' scores after the last, in each layout.
+    """Return this rank's reports of each update, and its rows' scores after the last, in each layout.
 
     `once` is `dpo` with a reference that is computed before the first update.
     """
@@ -102,7 +102,7 @@ def trained(kind: str, path: str, layouts: Layouts) -> list[dict[str, Any]]:
             shard = batch.take(np.concatenate(plan[place.coordinates.dp]))
             if kind == "once":
                 said = worker.compute_ref_log_prob(shard, sizes)
-                # A stage that says nothing is given what the last one has said; it computes no loss with it.
+                # Only the last stage returns log-probs. The others get zeros, and compute no loss with them.
                 column = torch.zeros(shard.values("responses").shape) if said is None else said.values("ref_log_probs")
                 shard = shard.with_column("ref_log_probs", Jagged(column, shard.lengths("responses")))
             update = worker.update_rm if kind == "rm" else worker.update_dpo
@@ -124,7 +124,7 @@ def trained_as(kinds: Sequence[str], path: str, layouts: Layouts) -> list[list[d
 
 
 def by_layout(path: Path, layouts: Layouts, *kinds: str) -> list[OfLayouts]:
-    """What ranks report together, of each kind."""
+    """Return the combined reports of all ranks, for each kind."""
     by_rank = run_distributed(NUM_RANKS, trained_as, kinds, str(path), layouts, timeout_s=300)
     return [together([rank[number] for rank in by_rank]) for number in range(len(kinds))]
 
@@ -144,7 +144,7 @@ def together(by_rank: list[list[dict[str, Any]]]) -> OfLayouts:
 
 
 def pairs() -> list[tuple[int, int, float]]:
-    """The preferred row, the other, and the weight of the pair in the mean over groups."""
+    """Return the preferred row, the other, and the weight of the pair in the mean over groups."""
     found, first = [], 0
     for _, nums in LENGTHS:
         num = len(nums)
@@ -156,7 +156,7 @@ def pairs() -> list[tuple[int, int, float]]:
 
 
 def ids_of(batch: DataProto) -> list[tuple[Tensor, int]]:
-    """Whole rows, and how long their responses are."""
+    """Return whole rows and the lengths of their responses."""
     rows = zip(batch["prompts"].rows(), batch["responses"].rows(), strict=True)
     return [(torch.cat([prompt, response])[None].long(), len(response)) for prompt, response in rows]
 
@@ -172,7 +172,7 @@ def rm_loss(model: Any, batch: DataProto) -> Tensor:
 
 
 def log_probs(model: Any, batch: DataProto) -> list[Tensor]:
-    """Of each row's response tokens."""
+    """Return log-probs of each row's response tokens."""
     found = []
     for ids, num in ids_of(batch):
         of_next = model(ids).logits[0, :-1].log_softmax(-1)
@@ -196,7 +196,7 @@ def dpo_loss(model: Any, reference: Any, batch: DataProto) -> Tensor:
 
 
 def stepped(model: Any, loss: Any) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of three updates by torch's own Adam."""
+    """Return losses and gradient norms of three updates by torch's own Adam."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     adam = torch.optim.Adam(parameters, LR, (0.9, 0.95), 1e-8)
     losses, norms = [], []
@@ -211,12 +211,12 @@ def stepped(model: Any, loss: Any) -> tuple[list[float], list[float]]:
 
 
 class DpoOfShards(OfShards, DpoWorker):
-    """The learner among shards of this process."""
+    """A DPO worker on one of several shards of this process."""
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_the_likelihood_of_the_preferred_is_a_mean_over_their_tokens_alone(num_shards: int) -> None:
-    """Divided by the tokens of all responses, `sft_weight` would be about half of what was asked for."""
+    """Division by the tokens of all responses would halve the effect of `sft_weight`."""
     batch, shards = make_batch(), Shards(num_shards)
     lengths, ranks = batch.lengths("responses").tolist(), batch["rank"].tolist()
     chance = torch.Generator().manual_seed(4)

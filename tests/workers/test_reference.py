@@ -1,4 +1,4 @@
-"""Whom a policy that learns from pairs asks for the reference: weights in place, or what was computed before."""
+"""Reference log-probs of a policy that trains on pairs: from its initial weights, or computed in advance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MARGINS = [0.5 - (0.0 + 1.0 - 0.5), -2.0 - (0.0 - 0.5)]
 
 
 class OneShard(OfShards, DpoWorker):
-    """The learner alone."""
+    """A DPO worker without other shards."""
 
 
 def worker_of(scores: Scores | None, num_steps: int = 0, loss: str = "sigmoid") -> OneShard:
@@ -92,7 +92,7 @@ def test_the_policy_before_its_first_update_is_the_reference() -> None:
 
 def test_a_policy_that_has_learned_is_no_reference() -> None:
     worker = worker_of(Scores(log_probs_T=MINE), num_steps=3)
-    with pytest.raises(EngineError, match=r"has made 3 updates: it is not the reference any more\n  fix: "):
+    with pytest.raises(EngineError, match=r"has made 3 updates: it is no longer the reference\n  fix: "):
         worker.compute_ref_log_prob(batch_of(), SIZES)
     assert not calls_of(worker)
 

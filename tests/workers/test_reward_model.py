@@ -1,4 +1,4 @@
-"""The reward model's workers say what transformers' sequence classification says, in any layout."""
+"""The reward model's workers return the scores of transformers' sequence classification, in any layout."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ LENGTHS = [(3, 9), (1, 1), (7, 2), (5, 14), (2, 6), (9, 1), (4, 4), (6, 11)]
 
 
 class RankOfLocalWorld(RewardModelWorker):
-    """The worker in a world that `run_distributed` has made already."""
+    """A worker in a world that `run_distributed` has already created."""
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
-        """There is one."""
+        """Do nothing: the process group exists."""
 
 
 def make_batch() -> DataProto:
@@ -43,7 +43,7 @@ def make_batch() -> DataProto:
 
 
 def scores_of(path: str, layouts: list[ParallelConfig]) -> list[dict[int, float]]:
-    """Row id -> score, of the rows that this rank answers for, in each layout; once more after a way to the host."""
+    """Map row id to score for this rank's rows, in each layout, and once more after an offload to the host."""
     rank, batch, found = torch.distributed.get_rank(), make_batch(), []
     lengths = batch.lengths("prompts") + batch.lengths("responses")
     for parallel in layouts:

@@ -1,4 +1,4 @@
-"""Supervised learning and the reward model: what their workers ask of the engine, and what they make of the answer."""
+"""Workers of supervised training and the reward model: their requests to the engine, and their use of its results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.workers.stubs import OUTCOME, SETUP, OfShards, Shards, StubEngine, ba
 
 
 class SftOfShards(OfShards, SftWorker):
-    """The learner among shards of this process."""
+    """An SFT worker on one of several shards of this process."""
 
 
 @pytest.mark.parametrize("with_holes", [True, False])

@@ -1,5 +1,7 @@
-"""A teacher and who learns from it, each in a layout of its own: divergences and gradients are those of whole
-distributions by transformers, in every form; and a vocabulary that is larger is cut before it is a distribution."""
+"""A teacher and its student, each in its own layout, with a larger vocabulary cut before the softmax.
+
+In every form, divergences and gradients equal those of whole distributions by transformers.
+"""
 
 from __future__ import annotations
 
@@ -49,18 +51,18 @@ LENGTHS = [(3, 9), (1, 1), (7, 2), (5, 14), (2, 6), (9, 1), (4, 4), (6, 11)]
 
 
 class LocalWorld(ModelWorker):
-    """A worker in a world that `run_distributed` has made already."""
+    """A worker in a world that `run_distributed` has already created."""
 
     def init_process_group(self, backend: str, timeout_s: float) -> None:
-        """There is one."""
+        """Do nothing: the process group exists."""
 
 
 class LocalTeacher(LocalWorld, TeacherWorker):
-    """The teacher."""
+    """The teacher's worker."""
 
 
 class LocalActor(LocalWorld, ActorRolloutRefWorker):
-    """The student."""
+    """The student's worker."""
 
 
 def make_batch() -> DataProto:
@@ -86,7 +88,7 @@ def place_of(role: str, parallel: ParallelConfig) -> RankInfo:
 
 
 def read(path: str, parallel: ParallelConfig, form: str) -> DataProto:
-    """What the teacher says, of all rows on every rank."""
+    """Return the teacher's results for all rows, on every rank."""
     methods = {"top_k": step_calls.TEACHER_TOP_K, "full": step_calls.TEACHER_HIDDEN}
     settings = TeacherConfig(path=path, dtype="float32", parallel=parallel, max_tokens_per_device=32)
     setup = ModelSetup(path, "lm", settings, seed=1, timeout_s=60, vocab=VOCAB)
@@ -108,7 +110,7 @@ def read(path: str, parallel: ParallelConfig, form: str) -> DataProto:
 
 
 def learned(student: str, teacher: str, names: list[str]) -> list[dict[str, Any]]:
-    """What this rank reports of an update in each layout and form."""
+    """Return this rank's reports of an update in each layout and form."""
     found = []
     for name in names:
         for form, distillation in FORMS.items():
@@ -128,7 +130,7 @@ def learned(student: str, teacher: str, names: list[str]) -> list[dict[str, Any]
 
 
 def expected(student: str, teacher: str) -> dict[str, dict[str, float]]:
-    """Of each form, by transformers, on distributions of the student's vocabulary in float64."""
+    """Compute each form with transformers, on distributions of the student's vocabulary in float64."""
     from transformers import AutoModelForCausalLM
 
     policy, other = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (student, teacher))
