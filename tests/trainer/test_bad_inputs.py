@@ -193,7 +193,7 @@ CASES: dict[str, tuple[Break, list[str], str]] = {
     ),
     "run.dir under a file": (write("runs", ""), [], "runs"),
     "run.dir that leads nowhere": (link_to_nowhere, [], "runs"),
-    "something else in the run directory": (write("runs/small/thesis.txt", "x"), [], "holds something already"),
+    "something else in the run directory": (write("runs/small/thesis.txt", "x"), [], "this directory is not empty"),
     "a checkpoint without a manifest": (write("runs/small/checkpoints/step-000003/x", ""), [], REACHED),
     "an unwritable place": (nothing, ["run.dir=/proc/mine"], "/proc"),
 }
