@@ -38,7 +38,7 @@ def test_repeated_rows_are_said(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert main(["data", "countdown", "out", "--from", "puzzles.parquet"]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == [
         "out/train.parquet: 2 prompts of 4 rows",
-        "  left out 1: a row before asks the same",
+        "  left out 1: an earlier row asks the same question",
         "out/test.parquet: 1 prompts, the last of puzzles.parquet",
     ]
 
