@@ -105,7 +105,7 @@ def check_names(config: AnyConfig) -> Iterator[Problem]:
     for key, name in _datasets(config):
         head, _, task = name.partition(":")
         if head == "toy" and task not in TOY_TASKS:
-            yield problem(key, f'there is no toy task "{task}"', did_you_mean(task, TOY_TASKS))
+            yield problem(key, f'unknown toy task "{task}"', did_you_mean(task, TOY_TASKS))
     for key, name in own_parts(config):
         if (wrong := _wrong_part(name)) is not None:
             yield problem(key, wrong)

@@ -97,7 +97,7 @@ def test_an_answer_that_no_text_can_be_is_left_out_and_counted(tmp_path: Path) -
         prompts.next_batch()
     events.close()
     assert list(prompts.skips.bad_rows) == ["pairs/5"]
-    assert 'holds the control token "<|user|>"' in prompts.skips.bad_rows["pairs/5"]
+    assert 'contains the control token "<|user|>"' in prompts.skips.bad_rows["pairs/5"]
 
 
 @pytest.mark.parametrize(
