@@ -63,7 +63,7 @@ def test_pairs_are_of_a_right_and_each_wrong_answer_to_the_same_problem(tmp_path
     assert [(pair["prompt"], pair["chosen"], pair["rejected"]) for pair in policy_pairs(path, "train")] == wanted
     (of_validation,) = policy_pairs(path, "validation")
     assert (of_validation["prompt"], of_validation["rejected"]) == (ROWS[held]["prompt"], "5")
-    with pytest.raises(DataError, match="no problem has a right and a wrong answer"):
+    with pytest.raises(DataError, match="no problem has both a right and a wrong answer"):
         policy_pairs(sampled(tmp_path / "none", {never: ["1"]}), "train")
 
 
