@@ -140,7 +140,7 @@ def _heads(key: str, tp: int, shape: ModelShape) -> Iterator[Problem]:
         what = f"{tp} does not divide {shape.heads} attention heads"
         yield problem(key, what, nearest(key, near_divisors(tp, shape.heads)))
     elif shape.kv_heads is not None and shape.kv_heads % tp and tp % shape.kv_heads:
-        what = f"{tp} is neither a divisor nor a multiple of {shape.kv_heads} key-value heads"
+        what = f"{tp} is not a divisor or a multiple of {shape.kv_heads} key-value heads"
         yield problem(key, what, nearest(key, near_divisors(tp, shape.kv_heads)))
 
 

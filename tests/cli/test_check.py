@@ -372,7 +372,7 @@ def test_a_model_of_the_hub_is_looked_at_where_the_cache_has_it(
     shutil.rmtree(tmp_path / "cache")
     code, said = check(*hub_name)
     assert code == 2
-    assert "does not have it, and HF_HUB_OFFLINE forbids to download it\n      fix: hf download Qwen/Qwen3-8B" in said
+    assert "does not have it, and HF_HUB_OFFLINE forbids the download\n      fix: hf download Qwen/Qwen3-8B" in said
     assert "skip  data: prompts and rewards need the models' tokenizers: Qwen/Qwen3-8B" in said
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     _, said = check(*hub_name)  # checkpoints of eight billion parameters may want more than this disk has

@@ -48,7 +48,8 @@ def test_without_a_network_the_command_for_elsewhere_is_said(capsys: pytest.Capt
     error = capsys.readouterr().err
     dataset = PUBLISHED["gsm8k"]
     assert (
-        f"hf download --repo-type dataset {dataset.repository} --revision {dataset.revision}, where there is" in error
+        f"hf download --repo-type dataset {dataset.repository} --revision {dataset.revision}, on a machine with"
+        in error
     )
     assert not Path("out").exists()
 

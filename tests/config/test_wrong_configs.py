@@ -156,12 +156,12 @@ def test_alias_bomb_is_refused_in_bounded_time(write: Callable[..., str]) -> Non
         ("a" + ".a" * 1000 + "=1", 'command line: "a' + ".a" * 1000 + '" is not an override (write key.path=value)'),
         (
             "model.path=~nobody-of-this-name/model",
-            "command line: model.path: there is no directory $PWD/~nobody-of-this-name/model, and "
-            '"~nobody-of-this-name/model" is no name on the hub (organization/name[@revision])',
+            "command line: model.path: $PWD/~nobody-of-this-name/model is not a directory, and "
+            '"~nobody-of-this-name/model" is not a name on the hub (organization/name[@revision])',
         ),
         (
             "model.path=./" + "x" * 300,
-            f'command line: model.path: there is no directory $PWD/{"x" * 300}, and "./{"x" * 300}" is no name on the '
+            f'command line: model.path: $PWD/{"x" * 300} is not a directory, and "./{"x" * 300}" is not a name on the '
             "hub (organization/name[@revision])",
         ),
         ('run.dir="a\\0b"', 'command line: run.dir: must be one line of text, not "a\\u0000b"'),
