@@ -1,4 +1,4 @@
-"""Where a text has its answer, be it a data set's solution or a model's response, and the words of an answer."""
+"""Finding the answer in a text, a data set's solution or a model's response, and the words of an answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def after_hashes(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last `\boxed{...}` (or `\fbox`) holds, braces inside it included; None where it never closes."""
+    r"""Return the contents of the last `\boxed{...}` (or `\fbox`), including inner braces. Return None if it never
+    closes."""
     begin = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if begin < 0:
         return None
@@ -33,11 +34,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def answer_in(response: str, tag: str | None) -> str:
-    """Return the response, or what its last `<tag>...</tag>` holds; nothing where it has none."""
+    """Return the response, or the contents of its last `<tag>...</tag>`, or an empty string if it has none."""
     if tag is None:
         return response
-    before, close, _ = response.rpartition(f"</{tag}>")
-    _, opening, inside = before.rpartition(f"<{tag}>")
+    head, close, _ = response.rpartition(f"</{tag}>")
+    _, opening, inside = head.rpartition(f"<{tag}>")
     return inside if close and opening else ""
 
 

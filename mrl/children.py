@@ -1,7 +1,8 @@
-"""Processes and signals, where Linux offers what Python does not: whose child one is, and how to end a family.
+"""Linux functions for processes and signals that Python does not offer: whose child a process is, and how to end a
+family.
 
-Who adopts the orphans below it keeps below it whatever these start, until it ends: a new session or a double fork
-changes nothing about it. Reward workers and their supervisor do, and whoever keeps a run's Ray.
+A process that adopts the orphans below it keeps all of their descendants below it until it ends, even after a new
+session or a double fork. Reward workers, their supervisor, and the keeper of a run's Ray use this.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Be killed as soon as the process `parent`, which started this one, is gone."""
+    """Have the kernel kill this process as soon as the process `parent`, which started it, is gone."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
 
 
 def children() -> set[int]:
-    """Return the children of this process, those that have ended but were not waited for included."""
+    """Return the children of this process, including ended ones that were not waited for."""
     return children_of("self")
 
 
 def children_of(pid: int | str) -> set[int]:
-    """Return the children of a process; none where it is gone."""
-    found: set[int] = set()
+    """Return the children of a process, or none if it is gone."""
+    pids: set[int] = set()
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # a thread that has just ended
-                found.update(map(int, (task / "children").read_text().split()))
-    return found
+                pids.update(map(int, (task / "children").read_text().split()))
+    return pids
 
 
 def end_all_below(limit_s: float) -> bool:
-    """Kill every process below this one, which has adopted its orphans; return whether none is left.
+    """Kill every process below this one, which has adopted its orphans. Return whether none remain.
 
-    Trackers of shared memory come last: they remove what the others leave, and end by themselves.
+    Trackers of shared memory come last: they clean up after the others, and end by themselves.
     """
     began = time.monotonic()
     while has_children() and time.monotonic() - began < limit_s:
@@ -74,7 +75,7 @@ def end_all_below(limit_s: float) -> bool:
 
 
 def has_children() -> bool:
-    """Return whether there is any child; far cheaper than naming them."""
+    """Return whether there is any child, far faster than listing them."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -83,7 +84,7 @@ def has_children() -> bool:
 
 
 def end_group(pid: int) -> None:
-    """Kill a process and its whole group at once: members that are just forking do not get away."""
+    """Kill a process and its whole group at once, so that members that are just forking cannot escape."""
     with contextlib.suppress(ProcessLookupError):
         group = os.getpgid(pid)
         if group != os.getpgrp():
@@ -93,7 +94,7 @@ def end_group(pid: int) -> None:
 
 
 def reap(pid: int) -> bool:
-    """Return whether a child has ended and is now off the process table."""
+    """Return whether a child has ended and has been removed from the process table."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
@@ -109,7 +110,7 @@ def _is_tracker(pid: int) -> bool:
 def describe_status(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
-        return f"its process left with status {code}"
+        return f"its process exited with status {code}"
     hint = "; out of memory, or it closed its channel" if code == -signal.SIGKILL else ""
     return f"its process was ended by signal {-code} ({signal.strsignal(-code)}{hint})"
 
@@ -120,12 +121,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 @contextmanager
-def listening(numbers: Sequence[signal.Signals], hear: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Hear these signals within the block, but for those that the process was told to ignore, as by `nohup`."""
+def listening(numbers: Sequence[signal.Signals], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle these signals within the block, except signals that the process ignores, as under `nohup`."""
     listened = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, hear) for number in listened}
+    previous = {number: signal.signal(number, handle) for number in listened}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Data types by name: their bytes, what safetensors calls them, and torch's own, which alone loads torch."""
+"""Data types by name: their size, their safetensors name, and torch's type. Only the last loads torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ITEM_BYTES = {
     "float64": 8,
 }
 SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8"}
-"""Of what mrl writes."""
+"""Names for the types that mrl writes."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return `bfloat16` for `torch.bfloat16`."""
+    """Return the short name: `bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return `torch.bfloat16` for `bfloat16`."""
+    """Return torch's type: `torch.bfloat16` for `bfloat16`."""
     import torch
 
     if name not in ITEM_BYTES:
-        raise ValueError(f'"{name}" is none of the data types {", ".join(ITEM_BYTES)}')
+        raise ValueError(f'"{name}" is not one of the data types {", ".join(ITEM_BYTES)}')
     dtype: torch.dtype = getattr(torch, name)
     return dtype

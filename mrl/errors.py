@@ -1,7 +1,7 @@
 """Every error that a user can meet: what happened, where, the numbers, and how to fix it.
 
-`str(error)` is the whole message, ready to print. The command line prints it without a traceback and
-leaves with `exit_code`: 2 where the user's input was wrong, 1 where a run failed.
+`str(error)` is the whole message, ready to print. The command line prints it without a traceback and exits with
+`exit_code`: 2 if the user's input was wrong, 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 EXIT_STOPPED = 75
-"""What a run leaves with that was asked to stop and has saved. `sysexits.h` calls it a temporary failure: the same
-command goes on."""
+"""Exit code of a run that was asked to stop and has saved. `sysexits.h` calls it a temporary failure: the same command
+continues the run."""
 _MAX_LISTED = 12
 
 
 class MrlError(Exception):
-    """A failure with a message made for the reader: what, where, and the fix."""
+    """A failure with a complete message for the reader: what, where, and the fix."""
 
     exit_code = 1
 
@@ -32,8 +32,8 @@ class MrlError(Exception):
         return f"{head}\n  fix: {self.fix}" if self.fix else head
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions are rebuilt from their positional arguments by default, which loses keywords
-        # between processes: an error that a worker raises must arrive whole.
+        # By default, exceptions are rebuilt from their positional arguments, which loses keywords between processes. An
+        # error that a worker raises must arrive complete.
         return _rebuild, (type(self), self.__dict__)
 
 
@@ -46,7 +46,7 @@ def _rebuild(kind: type[MrlError], state: dict[str, object]) -> MrlError:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a configuration: where it stands, which key, what is wrong, what would work."""
+    """One mistake in a configuration: where it is, the key, what is wrong, and a fix."""
 
     where: str
     key: str
@@ -70,13 +70,13 @@ class ConfigError(MrlError):
 
 
 class NameUnknown(MrlError):
-    """A name that is neither registered nor the `package.module:attribute` of something."""
+    """A name that is not registered and not the `package.module:attribute` of an object."""
 
     exit_code = 2
 
 
 class SetupError(MrlError):
-    """A library, device or service that a command needs and this machine lacks."""
+    """A library, device or service that a command needs and this machine does not have."""
 
 
 class ModelError(MrlError):
@@ -86,11 +86,11 @@ class ModelError(MrlError):
 
 
 class BatchError(MrlError):
-    """Columns or rows of a batch that do not fit what is asked of them."""
+    """Columns or rows of a batch that do not fit the requested operation."""
 
 
 class DataError(MrlError):
-    """Prompts that cannot be read or used: which file, row and column, what was expected, what was found."""
+    """Prompts that cannot be read or used: file, row and column, the expected and the actual value."""
 
     exit_code = 2
 
@@ -104,31 +104,33 @@ class RewardError(MrlError):
 
 
 class AgentError(MrlError):
-    """A conversation, an environment or a tool that breaks its contract: who, in which turn, what was expected."""
+    """A conversation, an environment or a tool that breaks its contract: which one, in which turn, and what was
+    expected."""
 
 
 class EngineError(MrlError):
-    """Megatron asked for what it cannot do, or a model, layout and batch that do not fit each other."""
+    """An operation that Megatron does not support, or a model, layout and batch that do not fit together."""
 
 
 class RolloutError(MrlError):
-    """A rollout engine that cannot do what is asked of it, or weights that did not reach it as they were sent."""
+    """A request that a rollout engine does not support, or weights that differ from the weights sent."""
 
 
 class DeviceFull(RolloutError):
-    """A device with less free memory than an engine takes that is to wake on it; the message names who holds it."""
+    """A device with too little free memory for an engine that should wake on it. The message lists what uses the
+    memory."""
 
 
 class AuditFailed(MrlError):
-    """An identity that every right run keeps does not hold in this one."""
+    """An identity that every correct run satisfies does not hold in this one."""
 
 
 class CheckpointError(MrlError):
-    """A checkpoint that is incomplete, damaged, or of another run."""
+    """A checkpoint that is incomplete, damaged, or from another run."""
 
 
 class WireError(MrlError):
-    """Bytes that are not a batch: truncated, of another format, or inconsistent."""
+    """Bytes that are not a batch: truncated, in another format, or inconsistent."""
 
 
 class PlacementError(MrlError):
@@ -136,16 +138,16 @@ class PlacementError(MrlError):
 
 
 class TooFewDevices(PlacementError):
-    """Ray has not got the devices of all pools, or does not hand them out."""
+    """Ray does not have the devices of all pools, or does not hand them out."""
 
     def __init__(self, what: str, num_nodes: int, *, fix: str) -> None:
         super().__init__(what, fix=fix)
         self.num_nodes = num_nodes
-        """Machines that are there."""
+        """Number of available machines."""
 
 
 class WorkerError(MrlError):
-    """A worker that died, raised, or did not answer in time; the message names the culprit."""
+    """A worker that died, raised, or did not answer in time. The message says which one."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "", role: str = "", ranks: Sequence[int] = ()) -> None:
         super().__init__(what, where=where, fix=fix)
@@ -154,7 +156,7 @@ class WorkerError(MrlError):
 
 
 class WorkerDied(WorkerError):
-    """A worker's process ended while others counted on it."""
+    """A worker's process ended while others depended on it."""
 
 
 class WorkerRaised(WorkerError):
@@ -166,11 +168,11 @@ class WorkerSilent(WorkerError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`did you mean "x"?` for the nearest known name, or the known names when none is near."""
+    """Return `did you mean "x"?` for the nearest known name, or all known names if none is similar."""
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if near:
-        return f'did you mean "{near[0]}"?'
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if similar:
+        return f'did you mean "{similar[0]}"?'
     return f"known: {', '.join(known)}" if known else ""
 
 

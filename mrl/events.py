@@ -1,7 +1,7 @@
 """`events.jsonl`: what happened in a run, typed and append-only.
 
-One event is one line. Tests read it as the witness that a fault happened and was handled, so an event says
-what was done, never what was intended.
+One event is one line. Tests use it as evidence that a fault happened and was handled, so an event reports what was
+done, never what was intended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_BYTES = 4 << 30
 @dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Event:
-    """Base of all events, which are frozen dataclasses; `kind` is the name on the line."""
+    """Base of all events, which are frozen dataclasses. `kind` is the name in the file."""
 
     kind: ClassVar[str] = ""
     registry: ClassVar[dict[str, type[Event]]] = {}
@@ -48,20 +48,20 @@ class RunEnded(Event, kind="run_ended"):
     cause: str
     """done | stopped | interrupted | failed | lost | killed."""
     why: str
-    """The text of the error, with its traceback if it is a bug; or what asked the run to stop."""
+    """Text of the error, with its traceback if it is a bug; or the reason to stop."""
     step: int
     """Last step whose metrics were recorded."""
 
 
 class EventsLost(Event, kind="events_lost"):
-    """Events before this one that could not be written."""
+    """Earlier events that could not be written."""
 
     num: int
     why: str
 
 
 class RunRestarted(Event, kind="run_restarted"):
-    """`number` counts from the newest checkpoint, which is that of `step`; 0 is the beginning."""
+    """Restart of a run. `number` counts from the newest checkpoint, which is from `step`; 0 is the beginning."""
 
     why: str
     number: int
@@ -69,13 +69,13 @@ class RunRestarted(Event, kind="run_restarted"):
 
 
 class RayLost(Event, kind="ray_lost"):
-    """The Ray of the run was lost, or a node of it, and the run with it."""
+    """The run lost its Ray or a node of it, and ended."""
 
     why: str
 
 
 class NodeSilent(Event, kind="node_silent"):
-    """A node did not answer for most of a heartbeat; it counts as lost when it has not for ten seconds more."""
+    """A node did not answer for most of a heartbeat. It counts as lost after ten more seconds."""
 
     node: str
     address: str
@@ -101,7 +101,8 @@ class PoolReady(Event, kind="pool_ready"):
 
 
 class NetworkChosen(Event, kind="network_chosen"):
-    """Where the processes of a node listen, and what tells gloo and NCCL the same; `of_site` was set before mrl."""
+    """Addresses on which the processes of a node listen, and the variables that set them for gloo and NCCL. `of_site`
+    was set before mrl started."""
 
     node: str
     address: str
@@ -118,7 +119,7 @@ class WorkersStarted(Event, kind="workers_started"):
 
 
 class ModelLoaded(Event, kind="model_loaded"):
-    """A role's workers have built their model and read its weights."""
+    """The workers of a role have built their model and read its weights."""
 
     role: str
     num_parameters: int
@@ -126,16 +127,16 @@ class ModelLoaded(Event, kind="model_loaded"):
 
 
 class ModelCompared(Event, kind="model_compared"):
-    """A role that no engine is held against computed a fixed text, and so did transformers, of the model's files."""
+    """A role without an engine and transformers, which read the model's files, computed the same fixed text."""
 
     role: str
     tokens: int
     difference: float
-    """Root mean square, of log-probs; of hidden states and scores relative to their size."""
+    """Root mean square of the difference in log-probs; for hidden states and scores, relative to their size."""
     limit: float
-    """What rounding explains."""
+    """Largest difference that rounding explains."""
     seconds: float
-    """That the run waited for it."""
+    """Seconds that the run waited for the comparison."""
 
 
 class WorkerFault(Event, kind="worker_fault"):
@@ -151,7 +152,7 @@ class WorkerFault(Event, kind="worker_fault"):
 
 
 class RanksReleased(Event, kind="ranks_released"):
-    """Ranks whose processes were ended so that they would not stay in a collective for ever."""
+    """Ranks whose processes were ended so that they do not wait in a collective forever."""
 
     role: str
     ranks: list[int]
@@ -159,7 +160,7 @@ class RanksReleased(Event, kind="ranks_released"):
 
 
 class ReplicaLost(Event, kind="replica_lost"):
-    """A rollout replica that died, hung or failed; its unfinished samples are generated again."""
+    """A rollout replica that died, hung or failed. Its unfinished samples are generated again."""
 
     replica: int
     reason: str
@@ -174,11 +175,11 @@ class ReplicaServes(Event, kind="replica_serves"):
 
 
 class EnginesCompared(Event, kind="engines_compared"):
-    """Engines answered the same prompt, and the trainer scored what they answered."""
+    """Engines answered the same prompt, and the trainer computed the log-probs of their answers."""
 
     step: int
     mean_differences: dict[str, float]
-    """Of log-probs; by the number of the engine."""
+    """Engine number -> mean difference of log-probs."""
 
 
 class Retried(Event, kind="retried"):
@@ -196,7 +197,7 @@ class Saved(Event, kind="saved"):
 
 
 class SampleSkipped(Event, kind="sample_skipped"):
-    """A sample that did not take part in an update, and why: never dropped in silence."""
+    """A sample that was left out of an update, with the reason. Samples are never dropped silently."""
 
     row_id: int
     reason: str
@@ -204,7 +205,7 @@ class SampleSkipped(Event, kind="sample_skipped"):
 
 
 class Warned(Event, kind="warned"):
-    """Something that works, but not as the user may believe (a skipped setting, a slow path)."""
+    """Something that works, but perhaps not as the user expects (a skipped setting, a slow path)."""
 
     about: str
     message: str
@@ -212,7 +213,7 @@ class Warned(Event, kind="warned"):
 
 @dataclass(frozen=True)
 class Recorded:
-    """An event as it stands in the file: when, from which process, and what."""
+    """An event in the file, with its time and process."""
 
     time: float
     pid: int
@@ -220,14 +221,14 @@ class Recorded:
 
 
 class EventLog:
-    """Appends events to one file; several threads and processes may write to it."""
+    """Appends events to one file. Several threads and processes may write to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.listeners: list[Callable[[Event], None]] = []
-        """Told of each event that this process writes, in the thread that writes it."""
+        """Called with each event that this process writes, in the writing thread."""
         self.num_lost = 0
-        """Events that could not be written, and have not been told of."""
+        """Number of events that could not be written and have not been reported yet."""
         self._why = ""
         self._lock = threading.RLock()  # a signal handler may write while its own thread is writing
         # O_APPEND makes each line one atomic write, so writers never interleave.
@@ -242,7 +243,7 @@ class EventLog:
             listener(event)
 
     def _append(self, line: bytes) -> None:
-        """Write a line; one that cannot be written is counted, and that is said first when writing works again."""
+        """Write a line. Count lines that cannot be written, and report them first when writing works again."""
         if self.num_lost:
             lost = {"kind": EventsLost.kind, "num": self.num_lost, "why": self._why}
             line = json.dumps({"time": time.time(), "pid": os.getpid()} | lost).encode() + b"\n" + line
@@ -250,27 +251,27 @@ class EventLog:
             files.append(self._file, line)
             self.num_lost = 0
         except OSError as error:
-            if error.errno == errno.EBADF:  # it has been closed, which is no disk's fault
+            if error.errno == errno.EBADF:  # the file was closed, which is not a fault of the disk
                 raise
             self.num_lost, self._why = self.num_lost + 1, str(error)
 
     def close(self) -> None:
-        """Close the file; writing afterwards is an error."""
+        """Close the file. Writing afterwards is an error."""
         os.close(self._file)
 
 
 def read_events(path: Path) -> Iterator[Recorded]:
-    """The events of a file, in order. A last line cut short by a crash is left out; any other bad line is an error."""
+    """Yield the events of a file in order. Skip a last line cut off by a crash; any other bad line is an error."""
     try:
         lines = files.read_bytes(path, _MAX_BYTES).split(b"\n")
     except OSError as error:
         raise MrlError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was never finished
+    for number, line in enumerate(lines[:-1], start=1):  # text after the last newline was never finished
         yield _parse(line, f"{path}:{number}")
 
 
 def last_ending(path: Path) -> RunEnded | None:
-    """Return how the last attempt ended; None while it runs, or if its process was killed."""
+    """Return how the last attempt ended. Return None while it runs, or if its process was killed."""
     ended = None
     for recorded in read_events(path):
         if isinstance(recorded.event, RunStarted):

@@ -1,6 +1,6 @@
-"""Files that survive a crash: written whole or not at all, on disk when a call returns, and known by their hash.
+"""Files that survive a crash: written completely or not at all, on disk when a call returns, and identified by hash.
 
-What is read may be anything: a FIFO never ends, a device has no end, and neither is opened as if it were a file.
+A path may lead to anything: a FIFO never ends and a device has no end, so neither is opened like a file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MAX_TEXT_BYTES = 1 << 30
-"""Of a file that is read at once: settings, tokenizers, figures of a long run."""
+"""Size limit of a file that is read at once: settings, tokenizers, metrics of a long run."""
 _BYTES_AT_ONCE = 1 << 24
 _BLOCK_BYTES = 1 << 16
 _KINDS = {
@@ -34,16 +34,17 @@ _PACKED = {
 
 
 def check_regular(path: Path | str, max_bytes: int | None = None) -> None:
-    """Raise `OSError` where there is no regular file of at most so many bytes; nothing is opened."""
+    """Raise `OSError` unless the path is a regular file of at most `max_bytes`. Nothing is opened."""
     _check(os.stat(path), str(path), max_bytes)
 
 
 def open_regular(path: Path | str, max_bytes: int | None = None) -> int:
-    """Return the descriptor of a regular file; `OSError` for anything else, which may never end or never answer."""
-    check_regular(path)  # opening a device may do something
+    """Return the descriptor of a regular file. Raise `OSError` for anything else, because reading it might never
+    end."""
+    check_regular(path)  # opening a device may have effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        _check(os.fstat(descriptor), str(path), max_bytes)  # it may have been changed for another
+        _check(os.fstat(descriptor), str(path), max_bytes)  # the file may have been replaced
     except OSError:
         os.close(descriptor)
         raise
@@ -51,21 +52,21 @@ def open_regular(path: Path | str, max_bytes: int | None = None) -> int:
 
 
 def read_bytes(path: Path | str, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Return what a regular file holds; `OSError` for anything else, and for a larger one."""
+    """Return the contents of a regular file. Raise `OSError` for anything else, and for a larger file."""
     with os.fdopen(open_regular(path, max_bytes), "rb") as file:
-        found = file.read(max_bytes + 1)  # one that grows, or says that it is empty, as those of /proc do
-    if len(found) > max_bytes:
-        raise _too_large(str(path), len(found), max_bytes)
-    return found
+        content = file.read(max_bytes + 1)  # a file may grow, or report size 0 like those in /proc
+    if len(content) > max_bytes:
+        raise _too_large(str(path), len(content), max_bytes)
+    return content
 
 
 def read_text(path: Path | str) -> str:
-    """Return the UTF-8 text of a regular file, with the line ends of Unix."""
+    """Return the UTF-8 text of a regular file, with Unix line ends."""
     return read_bytes(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def fingerprint(path: Path | str) -> str:
-    """Return what tells this content from another without reading it all: its size, and four blocks of it."""
+    """Return a fingerprint of the content without reading all of it: from the size and four blocks."""
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         starts = sorted({max(0, (size - _BLOCK_BYTES) * part // 3) for part in range(4)})
@@ -74,17 +75,18 @@ def fingerprint(path: Path | str) -> str:
 
 
 def unpacks(path: Path | str) -> str:
-    """Return the program that unpacks a file which is compressed, whatever its name; empty where it is not."""
+    """Return the program that decompresses a file, judged by its content, or an empty string if it is not
+    compressed."""
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         start = file.read(max(map(len, _PACKED)))
     return next((program for mark, program in _PACKED.items() if start.startswith(mark)), "")
 
 
-def _check(found: os.stat_result, path: str, max_bytes: int | None) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a file", path)
-    if max_bytes is not None and found.st_size > max_bytes:
-        raise _too_large(path, found.st_size, max_bytes)
+def _check(status: os.stat_result, path: str, max_bytes: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"is {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, not a file", path)
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise _too_large(path, status.st_size, max_bytes)
 
 
 def _too_large(path: str, size: int, max_bytes: int) -> OSError:
@@ -93,7 +95,7 @@ def _too_large(path: str, size: int, max_bytes: int) -> OSError:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Have errors of the block say which file they are about: those of writing to an open one do not."""
+    """Make errors of the block name the file. Errors of writing to an open file do not."""
     try:
         yield
     except OSError as error:
@@ -102,7 +104,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Put a file's content on disk; of a directory, which files are in it under which names."""
+    """Flush a file's content to disk; for a directory, the list of its files and their names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,17 +113,18 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str, mode: int | None = None) -> None:
-    """Replace a file by one with this text, as `write_bytes` does."""
+    """Replace a file with this text, as `write_bytes` does."""
     write_bytes(path, text.encode("utf-8"), mode)
 
 
 def write_bytes(path: Path, data: bytes, mode: int | None = None) -> None:
-    """Replace a file by one with this content, which is on disk when this returns, and whole whenever others look.
+    """Replace a file with this content, which is on disk when this returns, and complete whenever another process reads
+    it.
 
-    A mode is kept to under any umask.
+    The mode applies under any umask.
     """
     staged = path.with_name(f".{path.name}.tmp")
-    staged.unlink(missing_ok=True)  # of a writer that crashed, perhaps with another mode
+    staged.unlink(missing_ok=True)  # left by a writer that crashed, perhaps with another mode
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else mode)
     with named(staged), os.fdopen(descriptor, "wb") as file:
         if mode is not None:
@@ -134,14 +137,14 @@ def write_bytes(path: Path, data: bytes, mode: int | None = None) -> None:
 
 
 def publish_directory(staged: Path, target: Path) -> None:
-    """Make a directory whose files are on disk visible under its name, in one step."""
+    """Rename a directory whose files are on disk to its final name, in one step."""
     sync(staged)
     staged.rename(target)
     sync(target.parent)
 
 
 def append(descriptor: int, data: bytes) -> None:
-    """Append all of it, or leave the file as it was: a full disk takes a part."""
+    """Append all data, or leave the file unchanged: a full disk accepts only a part."""
     if (written := os.write(descriptor, data)) < len(data):
         os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,7 +1,7 @@
-"""Keeps secrets out of logs, events and run directories, whether they came by key or by environment.
+"""Removes secrets from logs, events and run directories, recognized by key, by environment variable or by form.
 
-A value is secret when its key says so (`hub_token`, `api_key`, ...), when it stands in an environment
-variable whose name says so, or when it has the shape of a well-known credential.
+A value is secret if its key says so (`hub_token`, `api_key`, ...), if it is in an environment variable whose name says
+so, or if it has the form of a well-known credential.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _URL_QUERY = re.compile(r"(?P<name>[?&;](?P<key>[^=&;#]+)=)[^&;#]+")
 _URL_QUERY_KEY = re.compile(r"(^|[_.\-])(key|sig|signature|code|sas)$", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.\-]*://)[^\s/@:]*:[^\s/@]+@", re.IGNORECASE)
 _AUTHORIZATION = re.compile(r"(?P<kind>\b(Bearer|Basic)\s+)[A-Za-z0-9+/=_.\-]{8,}")
-_MIN_SECRET_LENGTH = 6  # shorter values would blank out ordinary words
+_MIN_SECRET_LENGTH = 6  # shorter values would remove ordinary words
 REDACTED = "<redacted>"
 
 
-@functools.lru_cache(4096)  # it is asked for each variable of the environment with each line of a log
+@functools.lru_cache(4096)  # called for each environment variable with each line of a log
 def is_secret_key(key: str) -> bool:
     """Return whether a configuration key or environment variable of this name holds a secret."""
     return bool(_SECRET_KEY.search(key)) and not _ORDINARY_KEY.search(key)
 
 
 def environment_secrets(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Secret values of the environment -> the name of their variable."""
+    """Return secret values of the environment, each with the name of its variable."""
     environment = os.environ if environment is None else environment
     return {
         value: name
@@ -49,7 +49,7 @@ def environment_secrets(environment: Mapping[str, str] | None = None) -> dict[st
 
 
 def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """`text` with every secret of the environment and every well-known credential blanked out."""
+    """Return `text` with every secret of the environment and every well-known credential removed."""
     for value, name in sorted(environment_secrets(environment).items(), key=lambda item: -len(item[0])):
         text = text.replace(value, f"<redacted:{name}>")
     text = _CREDENTIAL.sub(REDACTED, text)
@@ -59,13 +59,13 @@ def redact_text(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def _without_value(parameter: re.Match[str]) -> str:
-    """Return a parameter of a URL's query without its value, where its name says that this opens something."""
+    """Return a parameter of a URL's query, without its value if its name marks it as secret."""
     key = parameter["key"]
     return f"{parameter['name']}{REDACTED}" if is_secret_key(key) or _URL_QUERY_KEY.search(key) else parameter[0]
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of a tree of dicts, lists and scalars without its secrets. Numbers and booleans are never secret."""
+    """Return a copy of nested dicts, lists and scalars without secrets. Numbers and booleans are never secret."""
     if isinstance(value, Mapping):
         return {redact_text(str(name)): redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

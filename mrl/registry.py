@@ -1,7 +1,7 @@
-"""Names that users write in a configuration, turned into the objects that they stand for.
+"""Names in a configuration, resolved to objects.
 
-Wherever mrl accepts a name it accepts either a registered one or `package.module:attribute`, so nothing of
-a user's has to live inside mrl.
+Wherever mrl accepts a name, it accepts a registered one or `package.module:attribute`, so that user code need not be
+part of mrl.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ T = TypeVar("T")
 
 
 def load_attribute(path: str) -> Any:
-    """Return the object that `package.module:attribute` names; a typed error says which half was wrong."""
+    """Return the object at `package.module:attribute`. A typed error says which half was wrong."""
     module_name, _, attribute = path.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and not module_name.startswith(error.name):
-            raise  # the module exists; something that it imports does not
+            raise  # the module exists, but one of its imports does not
         what = f'no module "{module_name}" (from "{path}")'
-        raise NameUnknown(what, fix="is it installed, or on PYTHONPATH?") from error
+        raise NameUnknown(what, fix="install it, or add it to PYTHONPATH") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")]
+        if not hasattr(value, part):
+            public = [name for name in vars(value) if not name.startswith("_")]
             raise NameUnknown(f'"{module_name}" has no "{attribute}"', fix=did_you_mean(part, public))
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 class Registry(Generic[T]):
-    """One kind of thing (an advantage, a reward, a dataset), by name."""
+    """Objects of one kind (advantages, rewards, datasets), by name."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator: make the decorated object known as `name`."""
+        """Return a decorator that registers an object under `name`."""
 
         def add(entry: T) -> T:
             if name in self._entries:
@@ -52,7 +52,7 @@ class Registry(Generic[T]):
         return add
 
     def resolve(self, name: str) -> T:
-        """Return the entry of that name, or the object at `package.module:attribute`."""
+        """Return the entry with that name, or the object at `package.module:attribute`."""
         if name in self._entries:
             return self._entries[name]
         if ":" in name:

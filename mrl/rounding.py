@@ -1,4 +1,4 @@
-"""Sizes that have to be multiples of something."""
+"""Rounding of sizes to multiples."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ Whole = TypeVar("Whole", int, "npt.NDArray[np.int64]")
 
 
 def round_up(number: Whole, multiple: int) -> Whole:
-    """Return the least multiple that is not below `number`; of an array, for each element."""
+    """Return the smallest multiple that is at least `number`; for an array, for each element."""
     return -(-number // multiple) * multiple

@@ -116,7 +116,7 @@ def test_a_data_type_is_known_by_name_and_size(name: str) -> None:
 
 
 def test_a_name_that_is_no_data_type_is_refused() -> None:
-    with pytest.raises(ValueError, match='"float99" is none of the data types bool, uint8'):
+    with pytest.raises(ValueError, match='"float99" is not one of the data types bool, uint8'):
         torch_dtype("float99")
 
 

@@ -102,7 +102,9 @@ def test_what_is_not_in_the_cache_comes_with_its_command(cache: Path) -> None:
 
 
 def test_a_name_that_means_nothing_says_what_was_looked_for(cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=re.escape(f'no directory {tmp_path}/nowhere, and "nowhere" is no name')):
+    with pytest.raises(
+        ModelError, match=re.escape(f'{tmp_path}/nowhere is not a directory, and "nowhere" is not a name')
+    ):
         model_directory("nowhere", download=True)
 
 
@@ -111,7 +113,7 @@ def test_a_snapshot_in_part_is_not_taken_for_whole(lost: str, model: Path, cache
     snapshot = make_hub_cache(cache, NAME, model)
     (snapshot / lost).resolve().unlink()
     assert missing_files(snapshot) == [lost]
-    with pytest.raises(ModelError, match=f"lacks {lost}, and HF_HUB_OFFLINE"):
+    with pytest.raises(ModelError, match=f"is missing {lost}, and HF_HUB_OFFLINE"):
         model_directory(NAME, download=True)
 
 
@@ -137,7 +139,7 @@ def test_what_an_interruption_left_is_completed_at_its_commit(lost: str, hub: Hu
     (moved / "config.json").write_text("{}")
     hub.models = {NAME: moved, f"{NAME}@before": model}
     (snapshot / lost).unlink()
-    with pytest.raises(ModelError, match="lacks"):
+    with pytest.raises(ModelError, match="is missing"):
         model_directory(NAME)
     assert model_directory(NAME, download=True) == snapshot
     assert (snapshot / lost).read_bytes() == (model / lost).read_bytes()
@@ -146,7 +148,7 @@ def test_what_an_interruption_left_is_completed_at_its_commit(lost: str, hub: Hu
 @pytest.mark.parametrize(
     ("name", "what", "fix"),
     [
-        ("maker/other", "has no such model, or not for everybody", "hf auth login"),
+        ("maker/other", "has no such model, or it is private", "hf auth login"),
         (f"{NAME}@v9", 'it has no revision "v9"', "/maker/tiny/commits/main"),
         (f"{NAME}@{'0' * 40}", "it has no revision", "commits/main"),
     ],
@@ -163,9 +165,9 @@ def test_a_gated_model_says_where_to_ask(token: str | None, hub: Hub, monkeypatc
     hub.gated.add(NAME)
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(ModelError, match=f"{NAME}: its owner gives it") as caught:
+    with pytest.raises(ModelError, match=f"{NAME}: it is gated") as caught:
         model_directory(NAME, download=True)
-    assert f"ask at {hub.endpoint}/{NAME}, then `hf auth login`, or set HF_TOKEN" in caught.value.fix
+    assert f"request access at {hub.endpoint}/{NAME}, then `hf auth login`, or set HF_TOKEN" in caught.value.fix
 
 
 def test_a_hub_that_is_out_of_order_or_out_of_reach(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +185,7 @@ def test_a_hub_that_is_out_of_order_or_out_of_reach(hub: Hub, monkeypatch: pytes
     [
         (OSError(errno.ENOSPC, "No space left on device"), "is full: .*No space left"),
         (RuntimeError("Data processing error: No space left on device"), "is full: "),
-        (PermissionError(errno.EACCES, "denied"), "cannot be written"),
+        (PermissionError(errno.EACCES, "denied"), "cannot write to the cache"),
     ],
 )
 def test_a_full_disk_and_a_cache_of_somebody_else(
@@ -201,7 +203,7 @@ def test_a_full_disk_and_a_cache_of_somebody_else(
 def test_a_model_of_pickles_alone_is_refused(hub: Hub, model: Path) -> None:
     for file in (*model.glob("*.safetensors"), model / "model.safetensors.index.json"):
         file.unlink()
-    with pytest.raises(ModelError, match=r"the hub has no model\.safetensors of it: no safetensors"):
+    with pytest.raises(ModelError, match=r"the model on the hub has no model\.safetensors: it has no safetensors"):
         model_directory(NAME, download=True)
 
 
@@ -217,7 +219,7 @@ def test_a_node_has_the_drivers_directory_or_its_own_snapshot_of_that_commit(
     assert "does not have it" in node_lacks([gone], False)
     assert node_lacks([gone], True) == ""
     assert node_copy(gone) == own
-    assert node_lacks([str(tmp_path / "nowhere")], True) == f"there is no directory {tmp_path}/nowhere"
+    assert node_lacks([str(tmp_path / "nowhere")], True) == f"missing directory: {tmp_path}/nowhere"
 
 
 SUMS, FILE = "maker/sums", "main/train.jsonl"
@@ -248,7 +250,7 @@ def test_a_file_of_a_data_set_is_downloaded_once(sums: Hub) -> None:
 @pytest.mark.parametrize(
     ("repository", "revision", "what"),
     [
-        ("maker/other", COMMIT, "has no such dataset, or not for everybody"),
+        ("maker/other", COMMIT, "has no such dataset, or it is private"),
         (SUMS, "9" * 40, f'it has no revision "{"9" * 40}"'),
     ],
 )
@@ -256,7 +258,7 @@ def test_a_data_set_that_the_hub_does_not_have(repository: str, revision: str, w
     with pytest.raises(DataError, match=what) as caught:
         dataset_file(repository, revision, FILE)
     assert caught.value.where == f"{repository}@{revision}: {FILE}"
-    assert caught.value.fix.endswith("; or name the files themselves: --from FILE ...")
+    assert caught.value.fix.endswith("; or pass the files: --from FILE ...")
 
 
 def test_a_data_set_without_a_network(sums: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

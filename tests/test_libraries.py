@@ -46,7 +46,7 @@ def test_an_extension_of_another_torch_is_a_fault(
     (package / "pytorch.py").write_text(content)
     (package / "wheel_lib").mkdir()
     (package / "wheel_lib" / EXTENSION).touch()
-    wanted = f"Transformer Engine is installed and cannot be loaded: {said}" if said else ""
+    wanted = f"Transformer Engine is installed, but cannot be loaded: {said}" if said else ""
     assert transformer_engine_fault() == wanted
 
 

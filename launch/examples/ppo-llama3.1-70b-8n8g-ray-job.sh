@@ -1,16 +1,16 @@
 #!/bin/bash
-# Made by `mrl launch ray`, whose directory for the runtime environment is there as long as the call takes.
+# Written by `mrl launch ray`. Its directory with the runtime environment exists only during the call.
 set -euo pipefail
 
-# Whoever has the cluster's token may run code there. Ray takes it from the file that RAY_AUTH_TOKEN_PATH names, with
-# RAY_AUTH_MODE=token: both are set where this is called.
+# The cluster's token gives permission to run code there. Ray reads it from the file RAY_AUTH_TOKEN_PATH, with
+# RAY_AUTH_MODE=token. Set both where you call this script.
 
-# The runtime environment says what travels; nothing else of the directory in which this is called does.
+# The runtime environment lists the files that are sent. Nothing else in the current directory is sent.
 #   files: config.yaml, my_rewards.py
 #   variables: none
 
-# The entry point runs on the cluster, where `ray_address=auto` is the cluster itself. Without `--no-wait` this stays,
-# shows the run's words, and leaves with its exit code.
+# The entry point runs on the cluster, where `ray_address=auto` is the cluster itself. Without `--no-wait`, the command
+# shows the run's output, and exits with its exit code.
 /shared/mrl/.venv/bin/python -m ray.scripts.scripts job submit \
   --address=http://127.0.0.1:8265 \
   --runtime-env=DIRECTORY/runtime_environment.json \

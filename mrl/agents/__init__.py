@@ -1,1 +1,1 @@
-"""Conversations of several turns: the model acts, an environment answers, and every token knows who wrote it."""
+"""Conversations of several turns: the model acts, an environment answers, and the origin of every token is known."""

@@ -1,4 +1,4 @@
-"""The tools `calculator`, arithmetic by a parser of its own, and `python`, a program of the model's, contained."""
+"""The tools `calculator`, arithmetic with its own parser, and `python`, which runs a program in a contained process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mrl.rewards.sandbox import ContainedProgram, Limits, ProgramEnded
 
 _TOKEN = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?|[A-Za-z]\w*|\*\*|//|[-+*/%^(),]|\S)")
 _MAX_CHARACTERS, _MAX_DEPTH, _MAX_BITS, _MAX_DIGITS = 1000, 60, 4096, 100
-_MEANING = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # noqa: RUF001  # as models write them
+_MEANING = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-"})  # noqa: RUF001  # variants that models write
 _SUMS = {"+": operator.add, "-": operator.sub}
 _PRODUCTS = {"*": operator.mul, "/": operator.truediv, "//": operator.floordiv, "%": operator.mod}
 _CONSTANTS = {"pi": Fraction(math.pi), "e": Fraction(math.e)}
@@ -51,7 +51,7 @@ def calculator(expression: str) -> str:
 
 
 class _Expression:
-    """Reads an expression from left to right, and computes while it reads."""
+    """Parses an expression from left to right, and computes its value on the way."""
 
     def __init__(self, text: str) -> None:
         self._tokens: list[str] = [*_TOKEN.findall(text.translate(_MEANING)), ""]
@@ -72,9 +72,9 @@ class _Expression:
         return self._tokens[self._at - 1]
 
     def _unexpected(self) -> NoReturn:
-        before = "".join(self._tokens[: self._at])[-20:]
+        prefix = "".join(self._tokens[: self._at])[-20:]
         what = f"{self._next!r} is not expected" if self._next else "something is missing"
-        raise ValueError(f"{what} after {before!r}")
+        raise ValueError(f"{what} after {prefix!r}")
 
     def _sum(self) -> Fraction:
         value = self._product()
@@ -89,7 +89,7 @@ class _Expression:
         return value
 
     def _signed(self) -> Fraction:
-        """A power, with any number of signs; every way to nest something comes through here."""
+        """Parse a power with any number of signs. All nesting passes through this method."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise ValueError(f"the expression is nested more than {_MAX_DEPTH} deep")
@@ -118,14 +118,14 @@ class _Expression:
     def _call(self, name: str) -> Fraction:
         if self._next != "(":
             self._unexpected()
-        given = self._inside(99)
+        arguments = self._inside(99)
         try:
-            return _small(_FUNCTIONS[name](*given))
+            return _small(_FUNCTIONS[name](*arguments))
         except TypeError:
-            raise ValueError(f"{name} does not take {', '.join(map(str, given))}") from None
+            raise ValueError(f"{name} does not take {', '.join(map(str, arguments))}") from None
 
     def _inside(self, most: int) -> list[Fraction]:
-        """Return what stands between parentheses, parted by commas."""
+        """Return the values between parentheses, separated by commas."""
         self._take()
         values = [self._sum()]
         while self._next == "," and len(values) < most:
@@ -162,7 +162,7 @@ def _small(number: Fraction | float) -> Fraction:
 
 
 _PROGRAMS = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "programs")
-"""More at once would only make each of them late."""
+"""More programs at once would only slow each of them down."""
 
 
 async def python(
@@ -184,8 +184,8 @@ def _run(code: str, limits: Limits) -> str:
     except ProgramEnded as ended:
         most = {"time": f"{limits.program_s:g} s", "output": f"{limits.output_bytes} bytes"}.get(ended.reason, "it may")
         raise ValueError(f"the program was ended: it took more {ended.reason} than {most}") from None
-    said = output.decode(errors="replace").rstrip("\n")
+    text = output.decode(errors="replace").rstrip("\n")
     if status == 0:
-        return said or "(it has printed nothing)"
+        return text or "(it has printed nothing)"
     how = f"a signal ended it ({-status})" if status < 0 else f"exit status {status}"
-    raise ValueError(f"{'this is no Python program' if status == NO_PROGRAM else how}\n{said}".strip())
+    raise ValueError(f"{'this is no Python program' if status == NO_PROGRAM else how}\n{text}".strip())

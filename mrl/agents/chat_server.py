@@ -1,6 +1,6 @@
-"""A chat-completions server for programs that nobody here wrote: one for a worker process, a path for a conversation.
+"""A chat-completions server for external programs: one server per worker process, one path per conversation.
 
-It speaks as much HTTP as OpenAI's clients need: a request with a length, an answer, and the connection is closed.
+It supports the part of HTTP that OpenAI's clients need: a request with a length, and one answer per connection.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mrl.agents.chat_completion import problem_of
 MAX_REQUEST_BYTES = 8 << 20
 _MAX_HEAD_BYTES = 64 << 10
 MODEL = "policy"
-"""What the model that is trained is called, unless a program is to call it otherwise."""
+"""Default name of the trained model for programs."""
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 409: "Conflict", 413: "Too Large"}
 
 
@@ -38,9 +38,9 @@ class ChatRequest:
 @dataclass(eq=False)
 class Session:
     key: str
-    """Stands in its address, and is its API key."""
+    """Secret part of the session's address, and its API key."""
     models: Sequence[str] = (MODEL,)
-    """What the program may call its model."""
+    """Names that the program may use for its model."""
     requests: asyncio.Queue[ChatRequest] = field(default_factory=asyncio.Queue)
     score: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class ChatServer:
         self._server: asyncio.Server | None = None
 
     async def open(self, models: Sequence[str] = (MODEL,)) -> tuple[Session, str]:
-        """Return a session, whose model has these names, and its address; the server starts with the first."""
+        """Return a session for a model with these names, and its address. The server starts with the first session."""
         if self._server is None:
             self._server = await asyncio.start_server(self._serve, "127.0.0.1", limit=_MAX_HEAD_BYTES)
         session = Session(secrets.token_urlsafe(24), models)
@@ -63,7 +63,7 @@ class ChatServer:
         return session, f"http://127.0.0.1:{port}/c/{session.key}/v1"
 
     def close(self, session: Session) -> None:
-        """Know the session no more; whoever waits for an answer is told so."""
+        """Close a session. Pending requests are answered with an error."""
         self._sessions.pop(session.key, None)
         while not session.requests.empty():
             session.requests.get_nowait().refuse(409, "the conversation is over")
@@ -74,12 +74,12 @@ class ChatServer:
             writer.write(_response(status, body, streams=streams))
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # it has gone
+            pass  # the client has disconnected
         finally:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, dict[str, Any], bool]:
-        """Return the status and the body for a request, and whether it is to be streamed."""
+        """Return the status and the body for a request, and whether to stream it."""
         try:
             method, path, headers = _head(await reader.readuntil(b"\r\n\r\n"))
             length = int(headers.get("content-length", "0"))
@@ -92,12 +92,12 @@ class ChatServer:
         key, _, call = rest.partition("/v1/")
         session = self._sessions.get(key)
         if session is None or not _is_same(headers.get("authorization", ""), f"Bearer {session.key}"):
-            return 401, _error("no conversation has this address and key"), False
+            return 401, _error("no conversation exists with this address and key"), False
         if (method, call) == ("GET", "models"):
             about = {"object": "model", "created": 0, "owned_by": "mrl"}
             return 200, {"object": "list", "data": [{"id": name, **about} for name in session.models]}, False
         if method != "POST" or call not in ("chat/completions", "score"):
-            what = f"there are POST chat/completions, POST score and GET models, not {method} {call:.40}"
+            what = f"use POST chat/completions, POST score or GET models, not {method} {call:.40}"
             return 404, _error(what), False
         try:
             body = json.loads(content)
@@ -115,9 +115,9 @@ class ChatServer:
         return (*await request.answered, bool(body.get("stream")))
 
 
-def _is_same(given: str, key: str) -> bool:
-    """Compare as bytes: of text that is no ASCII `compare_digest` knows nothing."""
-    return secrets.compare_digest(given.encode(), key.encode())
+def _is_same(received: str, key: str) -> bool:
+    """Compare as bytes, because `compare_digest` accepts only ASCII text."""
+    return secrets.compare_digest(received.encode(), key.encode())
 
 
 def _head(head: bytes) -> tuple[str, str, Mapping[str, str]]:
@@ -128,10 +128,10 @@ def _head(head: bytes) -> tuple[str, str, Mapping[str, str]]:
 
 
 def _score(session: Session, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Take the score that a program gives itself, and parts of it."""
+    """Store the score that a program reports, and its parts."""
     score, parts = body.get("score"), body.get("parts") or {}
     if not isinstance(parts, Mapping) or not all(map(_is_number, (score, *parts.values()))):
-        return 400, _error('a score is {"score": 1.0, "parts": {"name": 0.5}}, of finite numbers')
+        return 400, _error('a score must be {"score": 1.0, "parts": {"name": 0.5}}, with finite numbers')
     session.score = float(body["score"])
     session.parts |= {str(name): float(number) for name, number in parts.items()}
     return 200, {}
@@ -142,7 +142,7 @@ def _is_number(value: Any) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer too large for a float
         return False
 
 
@@ -159,7 +159,7 @@ def _response(status: int, body: dict[str, Any], *, streams: bool) -> bytes:
 
 
 def _chunk(body: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer to a client that wants pieces: all of it as one."""
+    """Return an answer as a single chunk, for a client that requested streaming."""
     (choice,) = body["choices"]
     calls = [{"index": number, **call} for number, call in enumerate(choice["message"].get("tool_calls") or ())]
     delta = choice["message"] | ({"tool_calls": calls} if calls else {})

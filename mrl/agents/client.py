@@ -1,4 +1,4 @@
-"""The run's side of the environments: who is asked what, and what comes back of their processes."""
+"""The run's side of the environments: requests to their processes, and the answers."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class EnvironmentAnswer:
 
 @dataclass(frozen=True)
 class Again:
-    """A conversation that is to begin anew, though it has not failed itself."""
+    """A conversation that must start again although it has not failed itself."""
 
     why: str
 
 
 class EnvironmentClient(Generic[Asker]):
-    """Environments of many conversations, each with a ticket; a thread of its own waits for what they answer."""
+    """Environments of many conversations, identified by tickets. A separate thread waits for their answers."""
 
     def __init__(self, pool: WorkerPool, write: Callable[[Event], None]) -> None:
         self._pool, self._write = pool, write
         self._reader = ThreadPoolExecutor(1, "environments")
         self._receiving: Future[list[tuple[int, bytes]]] | None = None
         self._asked: dict[int, tuple[Asker, bool]] = {}
-        """By ticket: who asks, and whether for more than the environment's end."""
+        """Ticket -> who asked, and whether the answer is wanted (it is not when an environment is closed)."""
         self._num_tickets = 0
 
     def begin(self, asker: Asker, environment: str, task: Task) -> int:
-        """Ask for the beginning of a conversation; the ticket that is returned names it."""
+        """Request the beginning of a conversation. Return the ticket that identifies it."""
         self._num_tickets += 1
         self._asked[self._num_tickets] = (asker, True)
         self._pool.submit(self._num_tickets, json.dumps({"begin": environment, "task": to_json(task)}).encode())
@@ -56,12 +56,12 @@ class EnvironmentClient(Generic[Asker]):
         self._pool.submit(ticket, GOES_ON + json.dumps(to_json(turn)).encode() + b"}")
 
     def let_go(self, ticket: int, asker: Asker) -> None:
-        """Have an environment close what it has open; nothing of it is heard any more."""
+        """Make an environment close its resources, and ignore its answer."""
         self._asked[ticket] = (asker, False)
         self._pool.submit(ticket, GOES_ON + b"null}")
 
     def arriving(self) -> Future[Any] | None:
-        """Return what is done when something has been answered; None where nothing is asked."""
+        """Return a future that is done when an answer has arrived. Return None if nothing is pending."""
         if self._receiving is None and self._asked:
             self._receiving = self._reader.submit(self._pool.receive)
         return self._receiving
@@ -70,15 +70,15 @@ class EnvironmentClient(Generic[Asker]):
         if self._receiving is None or not self._receiving.done():
             return []
         received, self._receiving = self._receiving.result(), None
-        heard = []
+        collected = []
         for ticket, body in received:
             asker, is_wanted = self._asked.pop(ticket)
             answer = _read(body)
             if is_wanted:
-                heard.append((asker, answer))
+                collected.append((asker, answer))
             elif isinstance(answer, Failure):
                 self._write(Warned("agent", f"an environment could not close: {answer.kind}: {answer.detail}"))
-        return heard
+        return collected
 
     def close(self) -> None:
         self._pool.close()
@@ -86,23 +86,23 @@ class EnvironmentClient(Generic[Asker]):
 
 
 def environment_pool(config: AgentConfig) -> WorkerPool:
-    told = json.dumps(asdict(config)).encode()
-    return WorkerPool("agent", "mrl.agents.worker", told, config.environment, MAX_ANSWER_BYTES + 1024)
+    section_json = json.dumps(asdict(config)).encode()
+    return WorkerPool("agent", "mrl.agents.worker", section_json, config.environment, MAX_ANSWER_BYTES + 1024)
 
 
 def _read(body: bytes) -> EnvironmentAnswer | Again | Failure:
-    """Return what a process has answered; it runs the user's code, so it is checked."""
-    if why := read_again(body):
-        return Again(f"beside another: {why}")
+    """Return the answer of a process, after checking it: the process runs the user's code."""
+    if reason := read_again(body):
+        return Again(f"next to another conversation: {reason}")
     try:
         answer = json.loads(body)
         if "failure" in answer:
             return read_failure(answer, 1)
         if answer.get("done", "") is None:
-            return Again("its environment was told to close")
-        said = from_json(answer["step"] if "step" in answer else answer["done"])
-        if isinstance(said, Task | Turn):
-            raise AgentError(f"a {type(said).__name__} is no answer")
-        return EnvironmentAnswer(said, float(answer["seconds"]))
+            return Again("its environment was closed")
+        answered = from_json(answer["step"] if "step" in answer else answer["done"])
+        if isinstance(answered, Task | Turn):
+            raise AgentError(f"a {type(answered).__name__} is not an answer")
+        return EnvironmentAnswer(answered, float(answer["seconds"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, AgentError) as error:
-        return Failure("crashed", f"its answer cannot be read: {error!r:.200}", 0.0)
+        return Failure("crashed", f"the reply of its process cannot be read: {error!r:.200}", 0.0)

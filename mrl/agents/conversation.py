@@ -1,8 +1,8 @@
-"""One conversation as token ids: what the model wrote, what it was answered, and which is which.
+"""One conversation as token ids: the model's turns and the observations, kept apart.
 
-Whoever drives a conversation holds ids here and nowhere else. They are only appended, in turns: the model writes, then
-it is answered. What was written is never encoded from text again, so that the trainer sees each token behind exactly
-those that it was drawn behind.
+A conversation's ids are stored only here. They are only appended, in turns: the model writes, then an observation
+follows. Written tokens are never encoded from text again, so the trainer sees each token after exactly the tokens that
+preceded it when it was drawn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass(frozen=True)
 class WrittenTurn:
-    """Where the tokens of a turn stand in the response, and how it came to its end."""
+    """Position of a turn's tokens in the response, and why the turn ended."""
 
     start: int
     length: int
@@ -33,23 +33,23 @@ class WrittenTurn:
 
 
 class Conversation:
-    """Prompt and response of one row, the latter of what the model wrote and of what it was answered."""
+    """Prompt and response of one row. The response contains the model's turns and the observations."""
 
     def __init__(self, key: str, uid: str, prompt_ids: Ids, *, max_tokens: int, seed: int) -> None:
         self.key, self.uid = key, uid
         self._max_tokens, self._seed = max_tokens, seed
         self._num_prompt = len(prompt_ids)
         self.context_ids = _joined(np.empty(0, np.int32), prompt_ids)
-        """What the model reads next: the prompt and everything after it."""
+        """Tokens that the model reads next: the prompt and everything after it."""
         self.mask: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
-        """Which tokens of the response the model wrote."""
+        """Whether the model wrote each token of the response."""
         self.log_probs: npt.NDArray[np.float32] = np.empty(0, np.float32)
-        """Of each token of the response by the engine that drew it; NaN, never 0, where nobody did."""
+        """Log-prob of each token of the response from the engine that drew it; NaN, never 0, for observations."""
         self.versions: Ids = np.empty(0, np.int32)
-        """Of each token of the response, which weights drew it; -1 where nobody did."""
+        """Weight version that drew each token of the response; -1 for observations."""
         self.turns: list[WrittenTurn] = []
         self.ended = ""
-        """How the conversation ended; nothing while it goes on."""
+        """How the conversation ended. Empty while it continues."""
         if not self._num_prompt or max_tokens < 1:
             raise self._error(f"a prompt of {self._num_prompt} tokens and room for {max_tokens}; at least 1 of each")
 
@@ -63,11 +63,11 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """How many tokens may follow."""
+        """Number of tokens that may follow."""
         return self._max_tokens - len(self.mask)
 
     def request(self, max_turn_tokens: int) -> GenerationRequest:
-        """Return what an engine is asked for next; never more than there is room for."""
+        """Return the next request for an engine, within the remaining room."""
         self._expect(models_turn=True, what="a turn is asked for")
         turn = len(self.turns)
         return GenerationRequest(
@@ -79,7 +79,7 @@ class Conversation:
         )
 
     def write(self, ids: Ids, log_probs: npt.NDArray[np.float32], finish: Finish, versions: Ids | int = 0) -> None:
-        """Append what the model wrote, the token that ended the turn included, and which weights drew it."""
+        """Append the model's turn, including the token that ended it, and the version of the weights that drew it."""
         self._expect(models_turn=True, what="a turn is written")
         if not 0 < len(ids) <= self.room or len(log_probs) != len(ids):
             what = f"{len(ids)} tokens and {len(log_probs)} log-probs, where 1 to {self.room} tokens fit"
@@ -91,17 +91,17 @@ class Conversation:
         self._append(ids, log_probs, versions, is_written=True)
 
     def observe(self, ids: Ids) -> None:
-        """Append what the model is answered; where not one token could follow it, end the conversation by length."""
+        """Append an observation. If no token could follow it, end the conversation by length."""
         self._expect(models_turn=False, what="an observation comes")
         if not len(ids):
-            raise self._error("an observation without tokens", fix="end the conversation where nothing is to be said")
+            raise self._error("an observation without tokens", fix="end the conversation instead")
         if len(ids) < self.room:
             self._append(ids, np.full(len(ids), np.nan, np.float32), -1, is_written=False)
         else:
             self.ended = "length"
 
     def end(self, how: str) -> None:
-        """End the conversation, of which at least one turn is written: its last token is the model's."""
+        """End the conversation after at least one turn. Its last token is the model's."""
         self._expect(models_turn=False, what=f"it ends by {how}")
         self.ended = how
 
@@ -116,16 +116,16 @@ class Conversation:
             raise self._error(f"{what}, but it has ended by {self.ended}")
         is_models_turn = not len(self.mask) or not self.mask[-1]
         if is_models_turn != models_turn:
-            raise self._error(f"{what}, where {'the model writes' if is_models_turn else 'it is answered'} next")
+            raise self._error(f"{what}, but {'the model writes' if is_models_turn else 'an observation follows'} next")
 
     def _error(self, what: str, fix: str = "") -> AgentError:
         return AgentError(what, where=f"conversation {self.key}, turn {len(self.turns)}", fix=fix)
 
 
 def derived_seed(seed: int, use: Literal["turn", "segment", "environment"], number: int = 0) -> int:
-    """Return the seed of a turn or a segment by its number, or of the environment's dice, which tokens do not share.
+    """Return the seed of a turn or a segment by its number, or of the environment's random numbers, all different.
 
-    The first turn and segment have the conversation's own, so that a single turn is what it ever was.
+    The first turn and segment use the conversation's own seed, so that a single turn keeps its seed.
     """
     if not number and use != "environment":
         return seed
@@ -133,8 +133,8 @@ def derived_seed(seed: int, use: Literal["turn", "segment", "environment"], numb
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
 
 
-def _joined(before: npt.NDArray[Number], more: npt.NDArray[Any]) -> npt.NDArray[Number]:
-    """Return both in an array that nobody can write to: what was appended stays."""
-    joined: npt.NDArray[Number] = np.concatenate([before, more], dtype=before.dtype)
+def _joined(first: npt.NDArray[Number], more: npt.NDArray[Any]) -> npt.NDArray[Number]:
+    """Return both in a read-only array, so that appended values stay unchanged."""
+    joined: npt.NDArray[Number] = np.concatenate([first, more], dtype=first.dtype)
     joined.setflags(write=False)
     return joined

@@ -1,4 +1,4 @@
-"""Dense retrieval with an encoder of transformers, as E5 is used: prefixes, means over tokens, inner products."""
+"""Dense retrieval with an encoder of transformers, used like E5: prefixes, means over tokens, inner products."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MAX_TOKENS, _BATCH = 256, 128
 
 
 class DenseIndex:
-    """Passages as vectors, in memory; on a GPU in float16."""
+    """Passages as vectors in memory, in float16 on a GPU."""
 
     def __init__(self, encoder: Path, texts: Sequence[str], device: str = "cpu") -> None:
-        """Encode the texts on a device: `cpu`, or `cuda` or `cuda:N`, of which a run on this machine may need all."""
+        """Encode the texts on a device: `cpu`, `cuda` or `cuda:N`. A run on this machine may need all of its GPUs."""
         from transformers import AutoModel
 
         self._device = _checked_device(device)
@@ -28,7 +28,7 @@ class DenseIndex:
         try:
             model: Any = AutoModel.from_pretrained(encoder, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ModelError(f"no encoder of transformers: {error}", where=str(encoder)) from error
+            raise ModelError(f"not an encoder of transformers: {error}", where=str(encoder)) from error
         self._model = model.eval().to(self._device, torch.float32 if device == "cpu" else torch.float16)
         self._lock = threading.Lock()  # one batch at a time is faster than many that share the device
         self._vectors = self._encoded([f"passage: {text}" for text in texts])
@@ -62,13 +62,13 @@ def _checked_device(name: str) -> torch.device:
     num_gpus = torch.cuda.device_count()
     known = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{index}" for index in range(num_gpus))]
     if name not in known:
-        what = f'device is "{name}", and this machine has {num_gpus} GPUs'
-        raise SetupError(what, where="retriever", fix=f"one of {', '.join(known)}")
+        what = f'device is "{name}", but this machine has {num_gpus} GPUs'
+        raise SetupError(what, where="retriever", fix=f"use one of {', '.join(known)}")
     return torch.device(kind, int(number)) if number else torch.device(kind)
 
 
 def _tokenizer_that_pads(encoder: Path) -> Any:
     tokenizer = load_tokenizer(str(encoder), renders=False)
     if getattr(tokenizer, "pad_token_id", None) is None:
-        raise ModelError("its tokenizer has no padding token", where=str(encoder), fix="an encoder such as E5")
+        raise ModelError("its tokenizer has no padding token", where=str(encoder), fix="use an encoder such as E5")
     return tokenizer

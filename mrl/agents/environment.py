@@ -1,7 +1,7 @@
-"""What an environment is given and what it answers: the types that a user meets, all of plain data.
+"""The interface of environments: the types that users work with, all of plain data.
 
-Environments run in processes of their own. What crosses is JSON, so fields hold text, finite numbers, lists and
-dictionaries only; what is built of anything else is refused where it is built.
+Environments run in separate processes and communicate in JSON, so fields contain only text, finite numbers, lists and
+dictionaries. An object with other values raises an error when it is created.
 """
 
 from __future__ import annotations
@@ -25,50 +25,52 @@ class _Plain:
         try:
             json.dumps(asdict(self), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise AgentError(f"{kind} is not plain data: {error}", fix="text, finite numbers, lists, dicts") from error
+            raise AgentError(
+                f"{kind} is not plain data: {error}", fix="use only text, finite numbers, lists and dicts"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(_Plain):
-    """What a conversation is about: a row of the data."""
+    """Subject of a conversation: a row of the data."""
 
     messages: Sequence[Message]
     ground_truth: Any = None
     data_source: str = ""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     uid: str = ""
-    """Of the prompt: the conversations of a group share it, and their tasks differ in `sample` and `seed`."""
+    """Id of the prompt. The conversations of a group share it; their tasks differ in `sample` and `seed`."""
     sample: int = 0
     seed: int = 0
-    """For the environment's own dice: the same whenever and wherever this conversation takes place."""
+    """Seed for the environment's random numbers, the same in every run of this conversation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start(_Plain):
-    """How the conversation begins; as the answer to a turn, how a segment with a context of its own does.
+    """Beginning of a conversation or, as the answer to a turn, of a segment with its own context.
 
-    What the model read and wrote before is no part of that context, but of the conversation: each segment is trained
-    on behind what stood before it, and all of them have the conversation's score.
+    Earlier text is not part of that context, but of the conversation. Each segment is trained on with the context that
+    preceded it, and all segments get the conversation's score.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    """Schemas for the chat template."""
+    """Tool schemas for the chat template."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.messages or not all(_is_message(message) for message in self.messages):
-            raise AgentError("Start.messages is no list of messages", fix='[{"role": "user", "content": "..."}]')
+            raise AgentError("Start.messages is not a list of messages", fix='[{"role": "user", "content": "..."}]')
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall(_Plain):
-    """A tool that the model calls; one with a `problem` must not be executed, and has no arguments."""
+    """A tool call of the model. A call with a `problem` must not be executed, and has no arguments."""
 
     name: str
     arguments: Mapping[str, Any] | None = None
     problem: str = ""
-    """What is wrong with it, in words for the model."""
+    """Problem of the call, worded for the model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,23 +81,23 @@ class ToolCall(_Plain):
 @dataclass(frozen=True, kw_only=True)
 class Turn(_Plain):
     number: int
-    """From 0."""
+    """Number of the turn, from 0."""
     text: str
-    """Without the token that ends the turn; other control tokens that the model wrote are there."""
+    """Text without the token that ends the turn. Other control tokens that the model wrote are included."""
     calls: Sequence[ToolCall]
     ended: Literal["stop", "length"]
-    """`length`: it was cut off by a limit, and none of its calls may be executed."""
+    """`length`: the turn was cut off by a limit, and none of its calls may be executed."""
     left_turns: int
     left_tokens: int
     num_read: int = 0
-    """How many tokens the model had before it."""
+    """Number of tokens that the model read before the turn."""
     num_written: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored(_Plain):
     score: float | None = None
-    """Part of the conversation's score; where all of them are None, the reward functions score alone."""
+    """Part of the conversation's score. If all parts are None, only the reward functions score."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """More numbers by name, for the metrics."""
 
@@ -108,43 +110,43 @@ class _Scored(_Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class Observation(_Scored):
-    """What the environment answers, after which it is the model's turn."""
+    """Answer of the environment. The model's next turn follows."""
 
     results: Sequence[str] = field(default_factory=list)
-    """Of the turn's calls, in their order; all of them, or none."""
+    """Results of the turn's calls, in their order: all or none."""
     text: str = ""
-    """What it says beside: a message of the user, or text as it is where the format knows no roles."""
+    """Additional text: a user message, or plain text if the format has no roles."""
     segment: int | None = None
-    """Which of several segments goes on, by their number from 0; None is that of the turn."""
+    """Segment that continues, counted from 0. None is the segment of the turn."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.results, str) or not all(isinstance(text, str) for text in (*self.results, self.text)):
-            raise AgentError("an Observation is not of text", fix='results=["...", ...], text="..."')
+            raise AgentError("an Observation must contain text", fix='results=["...", ...], text="..."')
         if not self.results and not self.text:
-            raise AgentError("an Observation says nothing", fix="results or text, or Done where nothing is to be said")
+            raise AgentError("an Observation is empty", fix="set results or text, or return Done")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Done(_Scored):
     final: str = ""
-    """What there is to say of it, for who reads the conversation; the model never does."""
+    """Final text for people who read the conversation. The model never reads it."""
 
 
 Answer = Observation | Done | Start
-"""What an environment says to a turn."""
+"""Answer of an environment to a turn."""
 
 
 class Environment(ABC):
-    """The world of one conversation; a class of yours is made with `agent.options` as its keywords.
+    """The world of one conversation. Your own class gets its `options` as keywords.
 
-    What `step` raises is a failure of the environment: the conversation is tried again or left out, never scored 0.
-    What the model did wrong is an `Observation` that tells it, or `Done` with a score. Methods may be `async def`:
-    while one waits, other conversations of its process go on.
+    An exception in `step` is a failure of the environment: the conversation is retried or left out, never scored 0. A
+    mistake of the model is an `Observation` that explains it, or `Done` with a score. Methods may be `async def`: while
+    one waits, other conversations of its process continue.
     """
 
     def reset(self, task: Task) -> Start | Awaitable[Start]:
-        """Begin the conversation; without a method of your own, with the prompt as the data has it."""
+        """Begin the conversation. By default, it begins with the prompt of the data."""
         return Start(messages=task.messages)
 
     @abstractmethod
@@ -152,7 +154,7 @@ class Environment(ABC):
         """Answer a turn."""
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027  # not every environment has something to close
-        """Give back what the conversation took; called once, however it ended."""
+        """Release the resources of the conversation. Called once, however it ended."""
 
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Task, Start, Turn, Observation, Done)}
@@ -163,16 +165,16 @@ def to_json(value: Task | Start | Turn | Observation | Done) -> str:
 
 
 def from_json(text: str | bytes) -> Task | Start | Turn | Observation | Done:
-    """Return what `to_json` was given; an error where another process wrote something else."""
+    """Parse a message written by `to_json`. Raise an error for anything else."""
     try:
         values = json.loads(text)
         kind = _KINDS[values.pop("kind")]
         if kind is Turn:
             values["calls"] = [ToolCall(**call) for call in values["calls"]]
-        found: Task | Start | Turn | Observation | Done = kind(**values)
+        message: Task | Start | Turn | Observation | Done = kind(**values)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise AgentError(f"{text[:60]!r} is no message of an environment: {error!r}") from error
-    return found
+        raise AgentError(f"{text[:60]!r} is not a message of an environment: {error!r}") from error
+    return message
 
 
 def _is_message(message: object) -> bool:

@@ -1,4 +1,4 @@
-"""What the conversations of a rollout came to: figures, and the end of a run where too many have failed."""
+"""Metrics of the conversations of a rollout, and the limit on failed conversations."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ ENDS = ("done", "turns", "length")
 
 
 def dialog_metrics(dialogs: Sequence[Dialog]) -> dict[str, float]:
-    """Return turns, calls, ends, failures and times of the conversations that environments took part in."""
-    mine = [dialog for dialog in dialogs if dialog.environment is not None]
-    if not mine:
+    """Return turns, calls, ends, failures and times of the conversations with environments."""
+    with_environment = [dialog for dialog in dialogs if dialog.environment is not None]
+    if not with_environment:
         return {}
-    seconds = [dialog.environment_s for dialog in mine]
-    figures: dict[str, Any] = {f"failed/{kind}": _failures(mine)[kind] for kind in FAILURE_KINDS}
-    figures |= {"retried": sum(dialog.attempts - 1 for dialog in mine)}
+    seconds = [dialog.environment_s for dialog in with_environment]
+    figures: dict[str, Any] = {f"failed/{kind}": _failures(with_environment)[kind] for kind in FAILURE_KINDS}
+    figures |= {"retried": sum(dialog.attempts - 1 for dialog in with_environment)}
     figures |= {"environment_s/mean": np.mean(seconds), "environment_s/max": max(seconds)}
-    if spoken := [dialog for dialog in mine if dialog.failure is None]:
+    if spoken := [dialog for dialog in with_environment if dialog.failure is None]:
         num, turns = len(spoken), [len(dialog.writers) for dialog in spoken]
-        calls = [call for dialog in spoken for of_turn in dialog.calls for call in of_turn]
+        calls = [call for dialog in spoken for turn_calls in dialog.calls for call in turn_calls]
         masks = [segment.mask for dialog in spoken for segment in dialog.segments]
         written, tokens = sum(int(mask.sum()) for mask in masks), sum(map(len, masks))
         figures |= {
@@ -49,7 +49,7 @@ def dialog_metrics(dialogs: Sequence[Dialog]) -> dict[str, float]:
 
 
 def check_failed_share(config: AgentConfig, dialogs: Sequence[Dialog]) -> None:
-    """Stop the run where the environments of too many conversations have failed: of all of them in any case."""
+    """Stop the run if the environments of too many conversations, or of all, have failed."""
     failed = [(dialog, dialog.failure) for dialog in dialogs if dialog.failure is not None]
     if not failed or len(failed) <= min(config.max_failed_share * len(dialogs), len(dialogs) - 1):
         return
@@ -59,11 +59,11 @@ def check_failed_share(config: AgentConfig, dialogs: Sequence[Dialog]) -> None:
         for dialog, failure in failed[:_NUM_EXAMPLES]
     ]
     share = f"the environments of {len(failed)} of {len(dialogs)} conversations have failed ({counted})"
-    allowed = f"at most {100 * config.max_failed_share:g} % may fail, and one has to be left"
+    allowed = f"at most {100 * config.max_failed_share:g} % may fail, and at least one must succeed"
     raise AgentError(
         "\n".join([f"{share}; {allowed}", *examples]),
         where="agent",
-        fix="mend the environment, or raise agent.max_failed_share",
+        fix="correct the environment, or raise agent.max_failed_share",
     )
 
 

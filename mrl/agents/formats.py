@@ -1,7 +1,7 @@
-"""How a model calls tools in its text, and how it is told what came of them.
+"""Formats of tool calls in a model's text, and of the answers to them.
 
-What a model writes is never an error here: a call that cannot be read is a call with a problem, in words for the model.
-Nothing is mended either, for half a call that is made whole is another call than the model would have made.
+Text of the model never raises an error here: a call that cannot be parsed becomes a call with a problem, worded for the
+model. Calls are not repaired, because a completed half of a call is not the call that the model would have made.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ INVALID_ACTION = (
 
 
 class Format(ABC):
-    """One way of calling tools; one of yours is named as `package.module:Class` and made without arguments."""
+    """A way of calling tools. Your own is given as `package.module:Class` and created without arguments."""
 
     stops: tuple[str, ...] = ()
-    """Texts that end a turn, which they belong to."""
+    """Texts that end a turn and are part of it."""
     end_tokens: tuple[str, ...] = ()
-    """Tokens that end a turn beside the template's own, where the tokenizer has them."""
+    """Tokens that end a turn, in addition to the template's, if the tokenizer has them."""
     reserved: tuple[str, ...] = ()
-    """What encloses an observation, and must not stand in one: a document would speak as something else."""
+    """Texts that enclose an observation and must not occur inside one: a document could otherwise pose as another
+    speaker."""
 
     @abstractmethod
     def parse(self, text: str) -> list[ToolCall]:
-        """Return the calls of a turn in their order; what is wrong with one stands in it."""
+        """Return the calls of a turn, in their order. Each contains its own problem, if any."""
 
     def answer(self, calls: Sequence[ToolCall], observation: Observation) -> list[Message] | str:
-        """Return what the model reads next: messages for the chat template, or text that follows its own as it is."""
+        """Return what the model reads next: messages for the chat template, or plain text that follows its turn."""
         pairs = zip(calls, observation.results, strict=True) if observation.results else ()
         messages: list[Message] = [{"role": "tool", "name": call.name, "content": result} for call, result in pairs]
         return [*messages, {"role": "user", "content": observation.text}] if observation.text else messages
 
 
 def load_format(name: str) -> Format:
-    """Return the format of that name, or of the class at `package.module:Class`."""
-    found: object = FORMATS.resolve(name)
-    if not isinstance(found, type) or not issubclass(found, Format):
-        raise AgentError(f"{name} is no format", where="agent.format", fix="a class that inherits from Format")
-    return found()
+    """Return the format with that name, or the class at `package.module:Class`."""
+    loaded: object = FORMATS.resolve(name)
+    if not isinstance(loaded, type) or not issubclass(loaded, Format):
+        raise AgentError(f"{name} is not a format", where="agent.format", fix="use a class that inherits from Format")
+    return loaded()
 
 
 def calls_of(form: Format, text: str, finish: str) -> list[ToolCall]:
-    """Return the calls of a turn, of which none may be executed if the turn was cut off."""
+    """Return the calls of a turn. If the turn was cut off, none of them may be executed."""
     calls = form.parse(text)
     if finish == "length":
         return [replace(call, arguments=None, problem=CUT_OFF) for call in calls]
@@ -64,16 +65,16 @@ def calls_of(form: Format, text: str, finish: str) -> list[ToolCall]:
 
 
 def answer_of(form: Format, calls: Sequence[ToolCall], observation: Observation) -> list[Message] | str:
-    """Return what the model reads next, where every call has its result, or none has."""
+    """Return what the model reads next. Either every call has a result, or none has."""
     if observation.results and len(observation.results) != len(calls):
         what = f"the environment has {len(observation.results)} results for {len(calls)} calls"
-        raise AgentError(what, fix="Observation(results=...) has one text for each of Turn.calls, in their order")
+        raise AgentError(what, fix="set Observation(results=...) to one text for each of Turn.calls, in their order")
     return form.answer(calls, observation)
 
 
 @FORMATS.register("hermes")
 class Hermes(Format):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen 2.5, Qwen 3 and Hermes write it."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Qwen 2.5, Qwen 3 and Hermes."""
 
     reserved = ("<tool_response>", "</tool_response>")
     _mark = re.compile(r"<think>|</think>|<tool_call>")
@@ -88,7 +89,7 @@ class Hermes(Format):
                 _, closed, rest = text[at:].partition("</think>")
                 at = len(text) - len(rest) if closed else len(text)
             elif mark[0] == "</think>":
-                calls.clear()  # the prompt had begun the thinking, and these were thoughts
+                calls.clear()  # the prompt had opened the thinking, so these were thoughts
             else:
                 call, at = self._call(text, at)
                 calls.append(call)
@@ -105,7 +106,8 @@ class Hermes(Format):
 
 @FORMATS.register("llama3_json")
 class Llama3Json(Format):
-    """`{"name": ..., "parameters": {...}}` and nothing before it, as Llama 3.1 writes it; several are parted by `;`."""
+    """`{"name": ..., "parameters": {...}}` with nothing before it, the format of Llama 3.1. Several calls are separated
+    by `;`."""
 
     end_tokens = ("<|eom_id|>",)
     _begin = re.compile(r'\s*(<\|python_tag\|>\s*|(?=\{\s*"(name|type|parameters)"\s*:))')
@@ -123,7 +125,7 @@ class Llama3Json(Format):
 
 @FORMATS.register("search_r1")
 class SearchR1Tags(Format):
-    """`<search>query</search>` or `<answer>text</answer>`, whichever comes first; results follow without roles."""
+    """`<search>query</search>` or `<answer>text</answer>`, the first of which counts. Results follow without roles."""
 
     stops = ("</search>", "</answer>")
     reserved = ("<information>", "</information>")
@@ -146,13 +148,13 @@ class SearchR1Tags(Format):
 
 
 def search_r1_documents(contents: Sequence[str]) -> str:
-    """Return what a search found as Search-R1 shows it; the first line of a passage is its title."""
+    """Return search results in Search-R1's format. The first line of a passage is its title."""
     parts = [content.partition("\n") for content in contents]
     return "".join(f"Doc {number}(Title: {title}) {text}\n" for number, (title, _, text) in enumerate(parts, 1))
 
 
 def _decoded(text: str, start: int, keys: Sequence[str]) -> tuple[ToolCall, int]:
-    """Return the call that begins there, and where it ends; one with a problem where it begins."""
+    """Return the call that begins at `start`, and its end. For a call with a problem, return its start instead."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
         value, end = _JSON.raw_decode(text, start)
@@ -166,26 +168,26 @@ def _call_of(value: Any, keys: Sequence[str]) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         return ToolCall(name="", problem='A call is a JSON object with the "name" of a tool.')
-    given = next((value[key] for key in keys if key in value), None)
-    if isinstance(given, str):
+    raw_arguments = next((value[key] for key in keys if key in value), None)
+    if isinstance(raw_arguments, str):
         try:
-            given = _JSON.decode(given)
+            raw_arguments = _JSON.decode(raw_arguments)
         except (ValueError, RecursionError) as error:
             return ToolCall(name=name, problem=_not_json(error, 0))
-    if not isinstance(given, dict):
+    if not isinstance(raw_arguments, dict):
         return ToolCall(name=name, problem=f'The call has no "{keys[0]}" that are a JSON object.')
-    if _is_deeper(given, _MAX_DEPTH):
+    if _is_deeper(raw_arguments, _MAX_DEPTH):
         return ToolCall(name=name, problem=f"The call nests more than {_MAX_DEPTH} objects and lists.")
     try:
-        json.dumps([name, given], ensure_ascii=False).encode()
+        json.dumps([name, raw_arguments], ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return ToolCall(name="", problem="The call holds half of a character.")
-    return ToolCall(name=name, arguments=given)
+    return ToolCall(name=name, arguments=raw_arguments)
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return any(levels == 0 or _is_deeper(one, levels - 1) for one in inner)
+    return any(levels == 0 or _is_deeper(item, levels - 1) for item in inner)
 
 
 def _not_json(error: Exception, start: int) -> str:
@@ -195,9 +197,9 @@ def _not_json(error: Exception, start: int) -> str:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
+    if len(values := dict(pairs)) < len(pairs):
         raise ValueError("a key stands twice in an object")
-    return found
+    return values
 
 
 def _no_number(name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""All conversations of a rollout: engines write turns, environments answer them, and nobody waits for anybody else."""
+"""All conversations of a rollout: engines write turns, environments answer, and no conversation waits for another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mrl.rollout.requests import Generated, GenerationRequest
 
 Ended = Literal["done", "turns", "length", "stop"]
 _HAS_SEGMENTS = (
-    "goes on behind another context than what was said before: such a segment is a row of its own, which is trained on "
+    "continues with a new context: such a segment is a separate row, which is trained on "
     "with the score of its conversation; agent/segments/mean counts them"
 )
 
@@ -33,7 +33,7 @@ _HAS_SEGMENTS = (
 @dataclass(frozen=True)
 class Opening:
     row: int
-    """Of the batch."""
+    """Row in the batch."""
     key: str
     uid: str
     sample: int
@@ -41,7 +41,7 @@ class Opening:
     prompt_ids: Ids
     seed: int
     max_tokens: int
-    """Of everything behind the prompt."""
+    """Limit of all tokens after the prompt."""
     messages: Sequence[Message] = ()
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
@@ -64,59 +64,60 @@ class Opening:
 
 @dataclass(eq=False)
 class Dialog:
-    """A conversation with what there is to know of it beside its tokens."""
+    """A conversation with everything known about it in addition to its tokens."""
 
     opening: Opening
     environment: str | None
-    """Which of the environments answers; None where nobody does."""
+    """Name of the environment that answers, or None."""
     prompt_text: str | None = None
-    """Where the environment has begun with other messages than the data, or with tools."""
+    """Prompt, if the environment began with other messages than the data, or with tools."""
     segments: list[Conversation] = field(default_factory=list)
-    """More than one where the environment has begun with another context in between."""
+    """Segments; more than one if the environment switched to another context."""
     current: int = 0
-    """Which of the segments the model writes, or has written last."""
+    """Segment that the model is writing, or wrote last."""
     writers: list[int] = field(default_factory=list)
-    """Which segment has each turn."""
+    """Segment of each turn."""
     calls: list[list[ToolCall]] = field(default_factory=list)
-    """Of each turn."""
+    """Calls of each turn."""
     said: list[str] = field(default_factory=list)
-    """What the model wrote in each turn, and what it was answered, by turns."""
+    """Texts of the turns and the observations, alternating."""
     score: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     environment_s: float = 0.0
     num_cut_characters: int = 0
-    """Of observations that were too long."""
+    """Characters cut from observations that were too long."""
     num_escaped: int = 0
-    """Control tokens and tags that observations held."""
+    """Control tokens and tags in observations, which were escaped."""
     attempts: int = 1
     failure: Failure | None = None
     home: int | None = None
     ticket: int = 0
-    """Of its environment's last attempt."""
+    """Ticket of its environment's latest attempt."""
 
     @property
     def begun(self) -> Conversation:
-        assert self.segments, "its environment has begun it"
+        assert self.segments, "the environment has begun the conversation"
         return self.segments[self.current]
 
     @property
     def ended_conversation(self) -> Conversation:
-        """The conversation of one that has not failed, as it ended: the segment with its last turn."""
-        assert self.begun.ended, "it is over, and has not failed"
+        """Segment with the last turn of a conversation that has ended without failure."""
+        assert self.begun.ended, "the conversation has ended without failure"
         return self.begun
 
     @property
     def other_segments(self) -> list[Conversation]:
-        """All segments but that with the last turn."""
+        """All segments except the one with the last turn."""
         return [segment for at, segment in enumerate(self.segments) if at != self.current]
 
     @property
     def prompt_ids(self) -> Ids:
-        """What the model has read before its last turn's segment: of a failed one, the prompt of the data."""
+        """Tokens that the model read before the segment of its last turn; for a failed conversation, the data's
+        prompt."""
         return self.begun.prompt_ids if self.segments else self.opening.prompt_ids
 
     def written(self) -> Iterator[tuple[Ids, WrittenTurn]]:
-        """Yield what the model wrote, turn by turn, whichever segments they are in."""
+        """Yield the model's turns in order, across segments."""
         turns = [iter(segment.turns) for segment in self.segments]
         for at in self.writers:
             turn = next(turns[at])
@@ -124,7 +125,7 @@ class Dialog:
 
 
 class Dialogs:
-    """Drive the conversations of one rollout after another; their turns are the follow-ups that a fleet asks for."""
+    """Drives the conversations of rollouts. Later turns are the follow-up requests of a fleet."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Dialogs:
         decode: Callable[[list[int]], str],
         write: Callable[[Event], None],
     ) -> None:
-        """Speak with these environments, or with nobody: a conversation is one turn then."""
+        """Use these environments. Without environments, a conversation is one turn."""
         self._config = config
         self._environments, self._speakers = environments, speakers
         self._decode, self._write = decode, write
@@ -145,15 +146,15 @@ class Dialogs:
         self._writing: dict[str, Dialog] = {}
         self._ended: list[Dialog] = []
         self._segmented: set[str] = set()
-        """Environments of which it has been said that they have segments."""
+        """Environments for which the warning about segments was written."""
 
     @property
     def _client(self) -> EnvironmentClient[Dialog]:
-        assert self._environments is not None, "a conversation that names an environment has one"
+        assert self._environments is not None, "a conversation with an environment has a client"
         return self._environments
 
     def begin(self, openings: Sequence[Opening]) -> list[Dialog]:
-        dialogs = [Dialog(each, self._config.name_for(each.data_source)) for each in openings]
+        dialogs = [Dialog(opening, self._config.name_for(opening.data_source)) for opening in openings]
         for dialog in dialogs:
             if dialog.environment is None:
                 self._converse(dialog, dialog.opening.prompt_ids, dialog.opening.max_tokens)
@@ -173,11 +174,11 @@ class Dialogs:
         return ready
 
     def arriving(self) -> Future[Any] | None:
-        """Return what is done when an environment has answered; None where none is asked."""
+        """Return a future that is done when an environment has answered. Return None if none is pending."""
         return self._client.arriving() if self.has_environments else None
 
     def written(self, generated: Generated) -> None:
-        """Add a turn that an engine wrote, and ask its environment for an answer."""
+        """Add a turn that an engine wrote, and request the environment's answer."""
         dialog = self._writing.pop(generated.key)
         num_read = len(dialog.begun.context_ids)
         dialog.begun.write(generated.token_ids, generated.log_probs, generated.finish, generated.token_versions())
@@ -217,21 +218,23 @@ class Dialogs:
             self._client.let_go(dialog.ticket, dialog)
             self._failed(dialog, Failure("bad_result", str(error), answer.seconds))
 
-    def _begin(self, dialog: Dialog, said: Answer) -> bool:
-        """Begin a segment with what the environment says; return whether a turn fits behind it.
+    def _begin(self, dialog: Dialog, answer: Answer) -> bool:
+        """Begin a segment with the environment's messages. Return whether a turn fits after them.
 
-        The first begins with the prompt of the data, where the environment says nothing else.
+        The first segment begins with the prompt of the data, unless the environment sends other messages.
         """
-        if not isinstance(said, Start):
-            raise AgentError(f"it begins with {type(said).__name__}, not Start", where=dialog.environment or "")
+        if not isinstance(answer, Start):
+            raise AgentError(
+                f"the conversation begins with {type(answer).__name__}, not Start", where=dialog.environment or ""
+            )
         opening, name, is_first = dialog.opening, dialog.environment or "", not dialog.segments
-        if is_first and not said.tools and list(said.messages) == list(opening.messages):
+        if is_first and not answer.tools and list(answer.messages) == list(opening.messages):
             self._converse(dialog, opening.prompt_ids, opening.max_tokens)
             return True
-        text, ids = self._speakers[name].render(said)
+        text, ids = self._speakers[name].render(answer)
         longest = self._speakers[name].max_prompt_tokens
         if is_first and len(ids) > longest:
-            what = f"the prompt has {len(ids)} tokens with what the environment adds; at most {longest}"
+            what = f"the prompt has {len(ids)} tokens, including the environment's additions; at most {longest}"
             raise AgentError(what, where=f"agent.environments.{name}", fix="raise rollout.max_prompt_tokens")
         room = min(opening.max_tokens, longest + opening.max_tokens - len(ids))
         if room < 1:
@@ -253,29 +256,33 @@ class Dialogs:
         dialog.current = number
         self._request(dialog)
 
-    def _hear(self, dialog: Dialog, said: Answer) -> None:
-        """Go on with what the environment answers, where there is a turn left and room for it."""
+    def _hear(self, dialog: Dialog, answer: Answer) -> None:
+        """Continue with the environment's answer, if a turn and enough room are left."""
         limits = self._config.environments[dialog.environment or ""]
         is_last = len(dialog.writers) >= limits.max_turns
-        if not isinstance(said, Start):
-            dialog.parts |= said.parts
-            if said.score is not None:
-                dialog.score = (dialog.score or 0.0) + said.score
+        if not isinstance(answer, Start):
+            dialog.parts |= answer.parts
+            if answer.score is not None:
+                dialog.score = (dialog.score or 0.0) + answer.score
         cut_off = dialog.begun.turns[-1].finish == "length"
-        if isinstance(said, Done):
+        if isinstance(answer, Done):
             self._end(dialog, "length" if cut_off else "done")
-        elif is_last or not (self._begin(dialog, said) if isinstance(said, Start) else self._observe(dialog, said)):
+        elif is_last or not (
+            self._begin(dialog, answer) if isinstance(answer, Start) else self._observe(dialog, answer)
+        ):
             self._client.let_go(dialog.ticket, dialog)
             self._end(dialog, "turns" if is_last and not cut_off else "length")
 
-    def _observe(self, dialog: Dialog, said: Observation) -> bool:
-        """Add an observation and ask for a turn behind it; return whether both fit."""
-        at = dialog.current if said.segment is None else said.segment
+    def _observe(self, dialog: Dialog, observation: Observation) -> bool:
+        """Add an observation and request a turn after it. Return whether both fit."""
+        at = dialog.current if observation.segment is None else observation.segment
         if not 0 <= at < len(dialog.segments):
-            raise AgentError(f"it answers segment {at} of {len(dialog.segments)}", where=dialog.environment or "")
+            raise AgentError(
+                f"the environment answers segment {at} of {len(dialog.segments)}", where=dialog.environment or ""
+            )
         calls = dialog.calls[max(turn for turn, writer in enumerate(dialog.writers) if writer == at)]
         segment = dialog.segments[at]
-        encoded = self._speakers[dialog.environment or ""].encode(segment, calls, said)
+        encoded = self._speakers[dialog.environment or ""].encode(segment, calls, observation)
         if encoded is None or len(encoded.ids) >= segment.room:
             return False
         dialog.said.append(encoded.text)
@@ -312,13 +319,13 @@ class Dialogs:
             raise AgentError(
                 f"the environment failed: {failure.kind}: {failure.detail}",
                 where=dialog.opening.name,
-                fix="mend the environment, or agent.on_failure=drop to go on without such conversations",
+                fix="correct the environment, or set agent.on_failure=drop to continue without such conversations",
             )
         self._ended.append(dialog)
 
-    def _again(self, dialog: Dialog, why: str) -> None:
-        """Begin a conversation anew with the same seeds: environments that do not throw dice answer the same."""
-        self._write(Retried(dialog.opening.name, dialog.attempts, why))
+    def _again(self, dialog: Dialog, reason: str) -> None:
+        """Start a conversation again with the same seeds. An environment without random numbers answers the same."""
+        self._write(Retried(dialog.opening.name, dialog.attempts, reason))
         dialog.segments, dialog.current, dialog.writers = [], 0, []
         dialog.score, dialog.parts = None, {}
         dialog.calls, dialog.said = [], []
@@ -328,20 +335,21 @@ class Dialogs:
 def open_dialogs(
     config: Config, tokenizer: ChatTokenizer, write: Callable[[Event], None], stack: ExitStack
 ) -> Dialogs | None:
-    """Return what drives conversations with environments, whose processes end with the stack; None without any."""
+    """Return the driver of conversations with environments, whose processes end with the stack. Return None without
+    environments."""
     if not config.agent.environments:
         return None
     template = None if config.data.raw_text else TurnTemplate(tokenizer, template_options(config.data))
     speakers = {
         name: Speaker(
             tokenizer,
-            load_format(each.format),
+            load_format(environment.format),
             template,
-            max_tokens=each.max_observation_tokens or config.rollout.max_response_tokens,
+            max_tokens=environment.max_observation_tokens or config.rollout.max_response_tokens,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             where=f"agent.environments.{name}",
         )
-        for name, each in config.agent.environments.items()
+        for name, environment in config.agent.environments.items()
     }
     environments: EnvironmentClient[Dialog] = EnvironmentClient(environment_pool(config.agent), write)
     stack.callback(environments.close)
@@ -349,4 +357,4 @@ def open_dialogs(
 
 
 def has_stops(config: AgentConfig) -> bool:
-    return any(load_format(each.format).stops for each in config.environments.values())
+    return any(load_format(environment.format).stops for environment in config.environments.values())

@@ -1,7 +1,7 @@
-"""The environment `program`: an agent that nobody here wrote, which finds its model at an OpenAI-compatible address.
+"""The environment `program`: an external agent, which reaches its model at an OpenAI-compatible address.
 
-What it asks of the model is a turn. Messages that it adds behind one that it has had are its environment's; where it
-asks behind anything else, a history that it has cut or summarized or a second agent's, a segment begins.
+Each of its requests to the model is a turn. Messages that it adds after an earlier turn are observations. If it
+continues from anything else, such as a shortened or summarized history or a second agent's, a new segment begins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mrl.agents.program_process import ProgramProcess
 from mrl.errors import AgentError
 
 _TASK_VARIABLE = "MRL_TASK"
-_OURS = {
+_DECIDED_BY_RUN = {
     **dict.fromkeys(("temperature", "top_p", "top_k", "seed", "stop", "max_tokens", "max_completion_tokens"), None),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "logit_bias", "reasoning_effort", "top_logprobs"), None),
     "n": 1,
@@ -28,50 +28,51 @@ _OURS = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
-"""What the run decides or leaves to the model, whatever a client asks for, and what of it is nothing to speak of."""
+"""Parameters that the run decides or leaves to the model, ignoring the client's value, with the values that are not
+counted as overridden."""
 _SERVER = ChatServer()
 
 
 class Program(Environment):
     """Runs a command for each conversation, with `OPENAI_BASE_URL`, `OPENAI_API_KEY` and the task in its environment.
 
-    Its end ends the conversation; a status other than 0 is a failure. It scores itself by a POST of `{"score": 1.0}` to
-    `$OPENAI_BASE_URL/score`, or reward functions score what was written. Parts `overridden/NAME` are 1 for parameters
-    that it asked for and the run decides: temperature, seed, n and the like.
+    The conversation ends with the command. An exit status other than 0 is a failure. The command reports its score by a
+    POST of `{"score": 1.0}` to `$OPENAI_BASE_URL/score`; otherwise reward functions score what was written. Parts
+    `overridden/NAME` are 1 for parameters that it requested but the run decides: temperature, seed, n and the like.
     """
 
     def __init__(self, command: Sequence[str], models: Sequence[str] = (MODEL,)) -> None:
-        """Run this command, whose first word is found in PATH; it calls its model by one of these names."""
+        """Run this command, whose first word is searched in PATH. It calls its model by one of these names."""
         if isinstance(command, str) or not command:
-            raise AgentError("a command is a list of words", where="options.command", fix="[python, -m, my_agent]")
+            raise AgentError("a command must be a list of words", where="options.command", fix="[python, -m, my_agent]")
         if isinstance(models, str) or not models:
-            raise AgentError("models is a list of names", where="options.models", fix=f"[{MODEL}]")
+            raise AgentError("models must be a list of names", where="options.models", fix=f"[{MODEL}]")
         self._command, self._models = list(command), list(models)
         self._process: ProgramProcess | None = None
         self._session: Session | None = None
         self._pending: ChatRequest | None = None
         self._segments: list[_Segment] = []
         self._current = 0
-        """Whose turn was asked for."""
+        """Segment whose turn was requested."""
         self._overridden: set[str] = set()
 
     async def reset(self, task: Task) -> Start:
         self._session, address = await _SERVER.open(self._models)
-        told = {"messages": list(task.messages), "ground_truth": task.ground_truth, "data_source": task.data_source}
-        more = {"extra_info": dict(task.extra_info), "uid": task.uid, "sample": task.sample, "seed": task.seed}
-        named = {"OPENAI_BASE_URL": address, "OPENAI_API_KEY": self._session.key}
-        variables = {**named, _TASK_VARIABLE: json.dumps(told | more)}
+        row = {"messages": list(task.messages), "ground_truth": task.ground_truth, "data_source": task.data_source}
+        details = {"extra_info": dict(task.extra_info), "uid": task.uid, "sample": task.sample, "seed": task.seed}
+        access = {"OPENAI_BASE_URL": address, "OPENAI_API_KEY": self._session.key}
+        variables = {**access, _TASK_VARIABLE: json.dumps(row | details)}
         self._process = await ProgramProcess.start(self._command, variables, self._session.key)
         request = await self._next()
         if request is None:
-            raise AgentError("the program ended before it asked anything", where=self._command[0])
+            raise AgentError("the program ended before its first request", where=self._command[0])
         started = self._answer(request)
-        assert isinstance(started, Start), "there is nothing yet that goes on"
+        assert isinstance(started, Start), "the first answer begins a segment"
         return started
 
     async def step(self, turn: Turn) -> Answer:
-        assert self._pending is not None, "it has asked for this turn"
-        assert self._session is not None, "it has begun"
+        assert self._pending is not None, "the program has requested this turn"
+        assert self._session is not None, "the program has started"
         written = self._segments[self._current].written = _message(turn)
         self._pending.answer(_completion(turn, written, self._pending.body.get("model", "")))
         request = await self._next()
@@ -89,36 +90,39 @@ class Program(Environment):
             await self._process.close()
 
     async def _next(self) -> ChatRequest | None:
-        """Return what the program asks next; None where it has ended well."""
-        assert self._process is not None, "it has begun"
-        assert self._session is not None, "it has begun"
+        """Return the program's next request. Return None if the program has ended successfully."""
+        assert self._process is not None, "the program has started"
+        assert self._session is not None, "the program has started"
         asked, ended = asyncio.ensure_future(self._session.requests.get()), self._process.ended
         try:
             await asyncio.wait({asked, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
-                status, said = ended.result()
+                status, last_words = ended.result()
                 if status:
-                    raise AgentError(f"the program left with status {status}: {said or 'no word'}")
+                    raise AgentError(f"the program exited with status {status}: {last_words or 'no output'}")
                 return None
             request = asked.result()
         finally:
             asked.cancel()
-        self._overridden |= {name for name, usual in _OURS.items() if request.body.get(name) not in (None, usual)}
+        self._overridden |= {
+            name for name, usual in _DECIDED_BY_RUN.items() if request.body.get(name) not in (None, usual)
+        }
         return request
 
     def _answer(self, request: ChatRequest) -> Start | Observation:
-        """Return what the program adds behind a turn, of the segment that shares most with it, or with what it begins.
+        """Return the messages that the program adds after a turn, of the segment with the longest common history, or
+        the start of a segment.
 
-        The program waits for one answer after the other, also where it asks for several at once.
+        The program gets one answer at a time, even if it sends several requests at once.
         """
         self._pending, messages, tools = request, _messages(request), request.body.get("tools") or []
         continued = {at: segment.added(messages, tools) for at, segment in enumerate(self._segments)}
-        behind = [at for at, added in continued.items() if added]
-        if not behind:
+        continuing = [at for at, added in continued.items() if added]
+        if not continuing:
             self._segments.append(_Segment(messages, tools))
             self._current = len(self._segments) - 1
             return Start(messages=messages, tools=tools)
-        self._current = at = max(behind, key=lambda at: len(self._segments[at].messages))
+        self._current = at = max(continuing, key=lambda at: len(self._segments[at].messages))
         self._segments[at].messages = messages
         added = continued[at]
         results = [str(message["content"]) for message in added if message["role"] == "tool"]
@@ -133,9 +137,8 @@ class _Segment:
     written: Message | None = None
 
     def added(self, messages: list[Message], tools: list[Mapping[str, Any]]) -> list[Message]:
-        """Return the answer to the turn: a message of role tool for each call, in their order, and one of the user at
-        most; nothing, where these messages are not this segment continued so.
-        """
+        """Return the answer to the turn: a tool message for each call, in their order, and at most one user message.
+        Return nothing if these messages do not continue this segment in that way."""
         num = len(self.messages)
         if self.written is None or tools != self.tools or messages[:num] != self.messages:
             return []
@@ -154,24 +157,24 @@ def _messages(request: ChatRequest) -> list[Message]:
 
 
 def _as_template_reads(message: Mapping[str, Any]) -> Message:
-    """Return a message of a client: with text, with arguments that are no text, and with a role that templates know."""
-    said = {**message, "content": text_of(message.get("content"))}
+    """Return a client's message with plain text content, parsed arguments, and a role that templates support."""
+    converted = {**message, "content": text_of(message.get("content"))}
     if message["role"] == "developer":
-        said["role"] = "system"
+        converted["role"] = "system"
     if calls := message.get("tool_calls"):
-        said["tool_calls"] = [{**call, "function": _function(call["function"])} for call in calls]
-    return said
+        converted["tool_calls"] = [{**call, "function": _function(call["function"])} for call in calls]
+    return converted
 
 
 def _function(called: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         return {**called, "arguments": json.loads(called["arguments"])}
     except (KeyError, TypeError, ValueError, RecursionError):
-        return called  # as it is: whoever wrote it did not mean JSON
+        return called  # unchanged: the model did not write JSON
 
 
 def _message(turn: Turn) -> Message:
-    """Return a turn as clients know it: calls that can be read apart, everything else as it was written."""
+    """Return a turn in the form that clients expect: valid calls separately, everything else as written."""
     calls = [call for call in turn.calls if call.arguments is not None]
     if len(calls) < len(turn.calls) or not calls:
         return {"role": "assistant", "content": turn.text}
@@ -191,13 +194,13 @@ def _completion(turn: Turn, message: Message, model: str) -> dict[str, Any]:
     choice = {"index": 0, "message": dict(message), "finish_reason": finish}
     read, written = turn.num_read, turn.num_written
     usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-    told = {"id": f"turn-{turn.number}", "object": "chat.completion", "created": 0, "model": model}
-    return {**told, "choices": [choice], "usage": usage}
+    header = {"id": f"turn-{turn.number}", "object": "chat.completion", "created": 0, "model": model}
+    return {**header, "choices": [choice], "usage": usage}
 
 
 def _is_same(message: Message, written: Message) -> bool:
-    """Return whether this is the turn that the model wrote, as a client repeats it."""
-    ids = [[call["id"] for call in each.get("tool_calls") or ()] for each in (message, written)]
+    """Return whether a client's message repeats the turn that the model wrote."""
+    ids = [[call["id"] for call in turn.get("tool_calls") or ()] for turn in (message, written)]
     return (
         message["role"] == "assistant"
         and ids[0] == ids[1]

@@ -1,4 +1,4 @@
-"""The process of a program and all processes that it starts, which end with the program."""
+"""The process of a program, and all processes that it starts, which end with it."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from mrl.children import children, children_of, reap
 _MAX_SAID_BYTES = 2000
 _POLL_S = 0.002
 _LEFT_S = 1.0
-"""For those who are killed to be gone, and for the last words to arrive, to which nobody can add then."""
+"""Seconds for killed processes to disappear, and for their last output to arrive."""
 
 
 class ProgramProcess:
-    """A program under way in a session of its own.
+    """A running program in its own session.
 
-    The processes that it leaves behind are found by a word of their environment, which no other program has: they have
-    become children of this process, as those of all programs do, for it adopts its orphans.
+    Processes that it leaves behind are identified by a secret word in their environment, which no other program has.
+    They have become children of this process, which adopts orphans.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, word: str) -> None:
         self._process, self._word = process, word.encode()
         self.ended = asyncio.ensure_future(self._end())
-        """Done when the program has ended, with its status and the end of what it said."""
+        """Done when the program has ended, with its status and the end of its output."""
 
     @classmethod
     async def start(cls, command: Sequence[str], variables: Mapping[str, str], word: str) -> ProgramProcess:
-        """Start a command with these variables as well, one of which holds the word."""
+        """Start a command with additional variables, one of which contains the word."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -44,25 +44,25 @@ class ProgramProcess:
         return cls(process, word)
 
     async def close(self) -> None:
-        """End the program and all that it has started."""
+        """End the program and all processes that it has started."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         await self.ended
 
     async def _end(self) -> tuple[int, str]:
-        said = bytearray()
-        reading = asyncio.ensure_future(self._read(said))
+        output = bytearray()
+        reading = asyncio.ensure_future(self._read(output))
         status = await self._exit()
         await self._end_orphans()
         await asyncio.wait({reading}, timeout=_LEFT_S)
         reading.cancel()
-        return status, said.decode(errors="replace").strip()
+        return status, output.decode(errors="replace").strip()
 
     async def _exit(self) -> int:
-        """Wait for the program alone: `wait` of asyncio also waits for whoever holds its stderr open."""
+        """Wait only for the program. asyncio's `wait` also waits for processes that hold its stderr open."""
         loop = asyncio.get_running_loop()
-        with contextlib.suppress(ProcessLookupError):  # asyncio has waited for it already
+        with contextlib.suppress(ProcessLookupError):  # asyncio has already waited for it
             descriptor, gone = os.pidfd_open(self._process.pid), asyncio.Event()
             loop.add_reader(descriptor, gone.set)
             try:
@@ -70,18 +70,19 @@ class ProgramProcess:
             finally:
                 loop.remove_reader(descriptor)
                 os.close(descriptor)
-        while self._process.returncode is None:  # asyncio's own watcher has yet to hear of it
+        while self._process.returncode is None:  # asyncio's own watcher has not been notified yet
             await asyncio.sleep(_POLL_S)
         return self._process.returncode
 
-    async def _read(self, said: bytearray) -> None:
+    async def _read(self, output: bytearray) -> None:
         assert self._process.stderr is not None, "it has a pipe"
         while more := await self._process.stderr.read(1 << 16):
-            said += more
-            del said[:-_MAX_SAID_BYTES]
+            output += more
+            del output[:-_MAX_SAID_BYTES]
 
     async def _end_orphans(self) -> None:
-        """Kill what the program has left, and all below it; again, for who is killed may just have forked."""
+        """Kill the remaining processes of the program and their descendants. Repeat, because a killed process may just
+        have forked."""
         killed: set[int] = set()
         until = time.monotonic() + _LEFT_S
         while (level := {pid for pid in children() if self._is_mine(pid)}) or (killed and time.monotonic() < until):
@@ -93,11 +94,11 @@ class ProgramProcess:
                 killed |= level
                 level = deeper
             await asyncio.sleep(_POLL_S)
-            # Who was below another becomes a child of this process when that one is gone, and is waited for then.
+            # A descendant becomes a child of this process when its parent is gone, and is waited for then.
             killed = {pid for pid in killed if not reap(pid) or Path(f"/proc/{pid}").exists()}
 
     def _is_mine(self, pid: int) -> bool:
-        """Return whether the program has started it: one that is killed already has no environment any more."""
-        with contextlib.suppress(OSError):  # it has been waited for, or is another user's
+        """Return whether the program started this process. A killed process no longer has an environment."""
+        with contextlib.suppress(OSError):  # it has been waited for, or belongs to another user
             return os.getsid(pid) == self._process.pid or self._word in Path(f"/proc/{pid}/environ").read_bytes()
         return False

@@ -1,4 +1,4 @@
-"""A retriever for Search-R1's protocol: BM25 over a file of passages, and HTTP around whatever finds passages."""
+"""A retriever with Search-R1's protocol: BM25 over a file of passages, and an HTTP server for any search function."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from mrl.errors import AgentError, DataError
 
 Passage = dict[str, Any]
 Found = list[tuple[int, float]]
-"""Places of passages with their scores, the best first."""
+"""Positions of passages with their scores, best first."""
 Find = Callable[[Sequence[str], int], list[Found]]
-"""For each query at most so many passages."""
+"""Returns at most so many passages for each query."""
 _WORD = re.compile(r"\w+")
-_K1, _B = 0.9, 0.4  # as Anserini has them, and with it Search-R1's BM25
+_K1, _B = 0.9, 0.4  # the values of Anserini, used by Search-R1's BM25
 _MAX_LINE_BYTES = 16 << 20
-"""Of a passage."""
+"""Longest line of a passage."""
 _MAX_BODY_BYTES, _MAX_TOPK = 16 << 20, 1000
 _MAX_QUERIES, _MAX_QUERY_CHARACTERS, _MAX_PASSAGES = 4096, 100_000, 32_768
-"""Of one request. Search-R1's trainer asks for all conversations of a batch at once, of which there are 2,560."""
+"""Limits of one request. Search-R1's trainer searches for all 2,560 conversations of a batch at once."""
 
 
 class Bm25:
-    """BM25 as Lucene computes it. What each word adds to each passage is computed once, when the index is made."""
+    """BM25 as computed by Lucene. The weight of each word in each passage is computed once, when the index is built."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._terms: dict[str, int] = {}
@@ -75,7 +75,7 @@ def read_corpus(path: Path) -> list[Passage]:
     """Return the passages of a jsonl file, each an object whose `contents` is text."""
     corpus = list(_passages(path))
     if not corpus:
-        raise DataError("it has no passages", where=str(path))
+        raise DataError("the file has no passages", where=str(path))
     return corpus
 
 
@@ -87,17 +87,17 @@ def _passages(path: Path) -> Iterator[Passage]:
                 number += 1
                 if len(line) > _MAX_LINE_BYTES:
                     what = f"this line has more than {_MAX_LINE_BYTES} bytes"
-                    raise DataError(what, where=f"{path}:{number}", fix="a passage in each line")
+                    raise DataError(what, where=f"{path}:{number}", fix="write one passage per line")
                 passage = json.loads(line.decode())
                 if not isinstance(passage, dict) or not isinstance(passage.get("contents"), str):
-                    said = line.decode().strip()
-                    raise DataError(f"{said[:80]!r} is no passage", where=f"{path}:{number}", fix=fix)
+                    shown = line.decode().strip()
+                    raise DataError(f"{shown[:80]!r} is not a passage", where=f"{path}:{number}", fix=fix)
                 yield passage
     except OSError as error:
-        fix = "write the passages into a file" if error.errno == errno.EINVAL else ""
-        raise DataError(f"it cannot be read: {error.strerror}", where=str(path), fix=fix) from error
+        fix = "write the passages to a regular file" if error.errno == errno.EINVAL else ""
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"it is no jsonl in UTF-8: {error}", where=f"{path}:{number}", fix=fix) from error
+        raise DataError(f"not a jsonl file in UTF-8: {error}", where=f"{path}:{number}", fix=fix) from error
 
 
 class _Refused(Exception):
@@ -107,7 +107,7 @@ class _Refused(Exception):
 
 
 class Retriever(ThreadingHTTPServer):
-    """Answers `POST /retrieve`; `serve_forever` until it is shut down."""
+    """Answers `POST /retrieve`. `serve_forever` runs until shutdown."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -123,7 +123,7 @@ class Retriever(ThreadingHTTPServer):
             raise AgentError(what, fix="choose another --host or --port") from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that went away before its answer."""
+        """Ignore clients that disconnected before the answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -134,26 +134,29 @@ class Retriever(ThreadingHTTPServer):
 
     def answer(self, asked: Any) -> dict[str, Any]:
         if not isinstance(asked, dict):
-            raise _Refused(422, 'the body is no JSON object: {"queries": ["..."], "topk": 3, "return_scores": true}')
+            raise _Refused(422, 'the body is not a JSON object: {"queries": ["..."], "topk": 3, "return_scores": true}')
         queries = asked["queries"] if "queries" in asked else asked.get("query")
         queries = [queries] if isinstance(queries, str) else queries
         if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-            raise _Refused(422, f'"queries" is {json.dumps(queries)[:80]}, and has to be a list of texts')
+            raise _Refused(422, f'"queries" is {json.dumps(queries)[:80]}, but must be a list of texts')
         topk = asked.get("topk") or self._topk
         if isinstance(topk, bool) or not isinstance(topk, int) or not 0 < topk <= _MAX_TOPK:
-            raise _Refused(422, f'"topk" is {json.dumps(topk)[:80]}, and has to be a number from 1 to {_MAX_TOPK}')
+            raise _Refused(422, f'"topk" is {json.dumps(topk)[:80]}, but must be a number from 1 to {_MAX_TOPK}')
         self._check_amount(queries, topk)
         with_scores = asked.get("return_scores", False)
         if not isinstance(with_scores, bool):
-            raise _Refused(422, f'"return_scores" is {json.dumps(with_scores)[:80]}, and has to be true or false')
-        found = self._find(queries, topk) if queries else []
-        pairs = [[(self._corpus[place], score) for place, score in each] for each in found]
-        items = [[{"document": one, "score": score} if with_scores else one for one, score in each] for each in pairs]
+            raise _Refused(422, f'"return_scores" is {json.dumps(with_scores)[:80]}, but must be true or false')
+        results = self._find(queries, topk) if queries else []
+        pairs = [[(self._corpus[place], score) for place, score in passages] for passages in results]
+        items = [
+            [{"document": passage, "score": score} if with_scores else passage for passage, score in passages]
+            for passages in pairs
+        ]
         return {"result": items}
 
     @staticmethod
     def _check_amount(queries: Sequence[str], topk: int) -> None:
-        """Refuse what would take minutes and gigabytes, during which nobody else is answered."""
+        """Reject requests that would take minutes and gigabytes, and block all other clients."""
         if len(queries) > _MAX_QUERIES:
             raise _Refused(413, f"{len(queries)} queries; at most {_MAX_QUERIES} in a request")
         if len(queries) * topk > _MAX_PASSAGES:
@@ -167,7 +170,7 @@ class Retriever(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Retriever
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # head and body are two writes
+    disable_nagle_algorithm = True  # head and body are two separate writes
     timeout = 60
 
     def do_POST(self) -> None:
@@ -175,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = 200, self.server.answer(self._asked())
         except _Refused as error:
             status, answer = error.status, {"detail": str(error)}
-            self.close_connection = True  # what is left of the body would be taken for the next request
+            self.close_connection = True  # the rest of the body would be read as the next request
         body = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -184,14 +187,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing: thousands of lines would only slow it down."""
+        """Write no log: thousands of lines would slow the server down."""
 
     def _asked(self) -> Any:
         if self.path.partition("?")[0].rstrip("/") != "/retrieve":
-            raise _Refused(404, f"there is no {self.path[:80]}; POST to /retrieve")
+            raise _Refused(404, f"{self.path[:80]} does not exist; POST to /retrieve")
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > _MAX_BODY_BYTES:
-            raise _Refused(413, f"the body has {length or 'no known number of'} bytes; at most {_MAX_BODY_BYTES}")
+            raise _Refused(413, f"the body has {length or 'an unknown number of'} bytes; at most {_MAX_BODY_BYTES}")
         try:
             return json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:

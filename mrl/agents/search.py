@@ -1,8 +1,8 @@
-"""Searches by Search-R1's protocol, as the tool `search` and as the environment `search_r1`.
+"""Search with Search-R1's protocol, as the tool `search` and as the environment `search_r1`.
 
-`{"queries": [...], "topk": 3, "return_scores": true}` is posted, and `{"result": [[{"document": {"contents": ...}}]]}`
-comes back, a list for each query; queries of conversations that wait together are one request. A service that gives no
-such answer raises: a conversation is not to blame for it.
+A POST of `{"queries": [...], "topk": 3, "return_scores": true}` returns `{"result": [[{"document": {"contents":
+...}}]]}`, one list per query. Queries of conversations that wait at the same time share a request. An invalid answer of
+the service raises an error, because the conversation did not cause it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 
 class SearchClient:
-    """One service, for all conversations of a process."""
+    """One service, shared by all conversations of a process."""
 
     def __init__(self, url: str, topk: int, timeout_s: float, attempts: int, backoff_s: float) -> None:
         if not url.startswith(("http://", "https://")):
-            raise AgentError(f"{url!r} is no address", where="search", fix="url: http://127.0.0.1:8000/retrieve")
+            raise AgentError(f"{url!r} is not an address", where="search", fix="url: http://127.0.0.1:8000/retrieve")
         self._url, self._topk = url, topk
         self._service = Service(url, timeout_s, attempts, backoff_s, None, _MAX_ANSWER_BYTES, uses_proxies=False)
         self._connections = ThreadPoolExecutor(_CONNECTIONS, "search")
@@ -38,39 +38,40 @@ class SearchClient:
         self._has_answered = False
 
     async def expect_answer(self) -> None:
-        """Search for something, unless the service has answered before: one that is down is known at once."""
+        """Send a test search, unless the service has already answered, so that a service that is down is noticed at
+        once."""
         if not self._has_answered:
             await self.search("test")
 
     async def search(self, query: str) -> list[str]:
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[list[str]] = loop.create_future()
-        self._waiting.append((query, found))
+        answer: asyncio.Future[list[str]] = loop.create_future()
+        self._waiting.append((query, answer))
         if len(self._waiting) == 1:
             loop.call_later(_TOGETHER_S, self._send)
-        return await found
+        return await answer
 
     def _send(self) -> None:
-        """Ask for what waits; where every connection is taken, it waits until one is free, and becomes more."""
+        """Send the waiting queries. If all connections are busy, queries wait and accumulate until one is free."""
         while self._waiting and self._num_asked < _CONNECTIONS:
             together, self._waiting = self._waiting[:_MAX_QUERIES], self._waiting[_MAX_QUERIES:]
-            queries, founds = zip(*together, strict=True)
-            asked = asyncio.get_running_loop().run_in_executor(self._connections, self._post, queries)
+            queries, futures = zip(*together, strict=True)
+            posted = asyncio.get_running_loop().run_in_executor(self._connections, self._post, queries)
             self._num_asked += 1
-            asked.add_done_callback(partial(self._tell, founds))
+            posted.add_done_callback(partial(self._deliver, futures))
 
-    def _tell(self, founds: Sequence[asyncio.Future[list[str]]], answer: asyncio.Future[list[list[str]]]) -> None:
+    def _deliver(self, futures: Sequence[asyncio.Future[list[str]]], answer: asyncio.Future[list[list[str]]]) -> None:
         self._num_asked -= 1
         self._send()
         error = answer.exception()
         self._has_answered |= error is None
-        for number, found in enumerate(founds):
-            if found.done():
+        for number, future in enumerate(futures):
+            if future.done():
                 continue  # its conversation was given up
             if error is None:
-                found.set_result(answer.result()[number])
+                future.set_result(answer.result()[number])
             else:
-                found.set_exception(AgentError(str(error), where="search"))
+                future.set_exception(AgentError(str(error), where="search"))
 
     def _post(self, queries: Sequence[str]) -> list[list[str]]:
         answer = self._service.post({"queries": queries, "topk": self._topk, "return_scores": True})
@@ -79,22 +80,22 @@ class SearchClient:
     def _read(self, answer: Any, num_queries: int) -> list[list[str]]:
         result = answer.get("result") if isinstance(answer, dict) else None
         if not isinstance(result, list):
-            raise RewardError(f'{self._url} answers with no list in "result": {answer!r:.200}')
+            raise RewardError(f'{self._url} answered without a list in "result": {answer!r:.200}')
         if len(result) != num_queries:
-            raise RewardError(f'{self._url} answers {num_queries} queries with {len(result)} lists in "result"')
-        return [[self._contents(item) for item in found] for found in result]
+            raise RewardError(f'{self._url} answered {num_queries} queries with {len(result)} lists in "result"')
+        return [[self._contents(item) for item in passages] for passages in result]
 
     def _contents(self, item: Any) -> str:
         document = item.get("document") if isinstance(item, dict) else None
         contents = document.get("contents") if isinstance(document, dict) else None
         if not isinstance(contents, str):
-            raise RewardError(f"{self._url} has found something without text in document.contents: {item!r:.200}")
+            raise RewardError(f"{self._url} returned a passage without text in document.contents: {item!r:.200}")
         return contents
 
 
 @cache
 def client(url: str, topk: int, timeout_s: float, attempts: int, backoff_s: float) -> SearchClient:
-    """Return the client of a service: whoever asks it in the same way shares it."""
+    """Return the client of a service, shared by all callers with the same settings."""
     return SearchClient(url, topk, timeout_s, attempts, backoff_s)
 
 
@@ -111,18 +112,19 @@ async def search(
 
 
 class SearchR1(Environment):
-    """Search-R1's, with `format: search_r1`; reward functions score the answer.
+    """Search-R1's environment, for `format: search_r1`. Reward functions score the answer.
 
-    A turn that does neither is told so, and costs a turn. A search in the last turn is not made, and not counted:
-    nobody would read what it finds. The parts `searches` and `invalid_turns` count both.
+    A turn without a search or an answer gets an error message, and counts as a turn. A search in the last turn is not
+    executed or counted, because its result would never be read. The parts `searches` and `invalid_turns` count both.
     """
 
     def __init__(
         self, url: str, topk: int = 3, timeout_s: float = 10.0, attempts: int = 6, backoff_s: float = 0.5
     ) -> None:
-        """Search at `url`. What may go better later is tried `attempts` times, after `backoff_s`, twice that and so on.
+        """Search at `url`. Temporary failures are retried, up to `attempts` times in total, after `backoff_s`, then
+        twice that, and so on.
 
-        All of it has to fit into `agent.limit_s`, or the conversation is tried again by then.
+        All attempts must fit into `agent.limit_s`; otherwise the conversation is retried.
         """
         self._client = client(url, topk, timeout_s, attempts, backoff_s)
         self._parts = {"searches": 0.0, "invalid_turns": 0.0}
@@ -139,11 +141,11 @@ class SearchR1(Environment):
                 return Observation(results=["no turn is left"], parts=self._parts)
             case [("search", {"query": str(query)}, _)]:
                 self._parts["searches"] += 1
-                found = search_r1_documents(await self._client.search(query))
-                return Observation(results=[found], parts=self._parts)
+                documents = search_r1_documents(await self._client.search(query))
+                return Observation(results=[documents], parts=self._parts)
             case [(_, None, str(problem))]:
                 self._parts["invalid_turns"] += 1
                 return Observation(results=[problem], parts=self._parts)
         raise AgentError(
-            f"{turn.calls!r:.200} is no action of Search-R1", where="search_r1", fix="set its format: search_r1"
+            f"{turn.calls!r:.200} is not an action of Search-R1", where="search_r1", fix="set format: search_r1"
         )

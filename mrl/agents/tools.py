@@ -1,6 +1,7 @@
-"""Tools from plain functions, and the environment `tools`, whose turns without a call are the last.
+"""Tools from plain functions, and the environment `tools`, in which a turn without a call is the last.
 
-A function's keyword-only parameters, and whatever `options` give, are the configuration's: no model is told of them.
+Keyword-only parameters of a function, and everything set in `options`, belong to the configuration and are not shown to
+the model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _ARGUMENTS = re.compile(r"\n\s*Args:\s*\n(.*?)(\n\s*\n|\n\s*(Returns|Raises):|\Z
 
 
 class Tool:
-    """A function with the schema that a model is shown; `options` are arguments that the model does not give."""
+    """A function with the schema shown to the model. `options` are arguments that the model does not set."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any] | None = None, name: str = "") -> None:
         self.name = name or function.__name__
@@ -39,7 +40,7 @@ class Tool:
         self.schema = tool_schema(function, self.name, options=set(options or {}))
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """Return the function's result as text; what is wrong with the arguments is a `ValueError`."""
+        """Return the function's result as text. Raise `ValueError` for wrong arguments."""
         if problems := list(violations(arguments, self.schema["function"]["parameters"])):
             raise ValueError(f"the call of {self.name} is wrong: {'; '.join(problems)}")
         result = self._function(**arguments)
@@ -49,26 +50,28 @@ class Tool:
 
 
 def tool_schema(function: Callable[..., Any], name: str, options: set[str]) -> dict[str, Any]:
-    """Return the schema in the field's form: name, description, and parameters as a JSON schema."""
+    """Return the schema in the usual form: name, description, and parameters as a JSON schema."""
     description, _, _ = (inspect.getdoc(function) or "").partition("\n\n")
-    hints, of_parameters = get_type_hints(function), dict(_described(function))
+    hints, descriptions = get_type_hints(function), dict(_described(function))
     taken = inspect.signature(function).parameters
     if unknown := options - taken.keys():
-        raise AgentError(f"it takes no {min(unknown)}", where=f"tool {name}", fix=did_you_mean(min(unknown), taken))
-    for_options = {one.name for one in taken.values() if one.kind is one.KEYWORD_ONLY}
-    if missing := [one for one in sorted(for_options - options) if taken[one].default is inspect.Parameter.empty]:
+        raise AgentError(
+            f"the tool has no parameter {min(unknown)}", where=f"tool {name}", fix=did_you_mean(min(unknown), taken)
+        )
+    for_options = {item.name for item in taken.values() if item.kind is item.KEYWORD_ONLY}
+    if missing := [item for item in sorted(for_options - options) if taken[item].default is inspect.Parameter.empty]:
         needed = missing[0]
-        raise AgentError(f"it needs the option {needed}", where=f"tool {name}", fix=f"options: {{{needed}: ...}}")
+        raise AgentError(f"the tool needs the option {needed}", where=f"tool {name}", fix=f"options: {{{needed}: ...}}")
     properties = {}
-    for parameter in (one for one in taken.values() if one.name not in options | for_options):
+    for parameter in (item for item in taken.values() if item.name not in options | for_options):
         where = f"tool {name}, parameter {parameter.name}"
         if parameter.name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise AgentError("a tool's parameters have a type each", where=where, fix=f"{parameter.name}: str")
-        about = {"description": of_parameters[parameter.name]} if parameter.name in of_parameters else {}
+            raise AgentError("every parameter of a tool needs a type", where=where, fix=f"{parameter.name}: str")
+        about = {"description": descriptions[parameter.name]} if parameter.name in descriptions else {}
         properties[parameter.name] = _schema_of(hints[parameter.name], where) | about
-    required = [one for one in properties if taken[one].default is inspect.Parameter.empty]
+    required = [item for item in properties if taken[item].default is inspect.Parameter.empty]
     if not description:
-        raise AgentError("the model is told what a tool does", where=f"tool {name}", fix="give it a docstring")
+        raise AgentError("a tool needs a description for the model", where=f"tool {name}", fix="give it a docstring")
     parameters = {"type": "object", "properties": properties, "required": required}
     return {
         "type": "function",
@@ -77,11 +80,11 @@ def tool_schema(function: Callable[..., Any], name: str, options: set[str]) -> d
 
 
 def violations(value: Any, schema: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """Yield, in words for the model, where a value is not of its schema."""
+    """Yield, in words for the model, the places where a value does not match its schema."""
     place = where or "the call"
     if "anyOf" in schema:
-        found = [list(violations(value, choice, where)) for choice in schema["anyOf"]]
-        yield from min(found, key=len) if all(found) else ()
+        by_choice = [list(violations(value, choice, where)) for choice in schema["anyOf"]]
+        yield from min(by_choice, key=len) if all(by_choice) else ()
     kind = schema.get("type")
     if kind is not None and (not isinstance(value, _KINDS[kind]) or (kind != "boolean" and isinstance(value, bool))):
         yield f"{place} is {json.dumps(value, ensure_ascii=False)[:40]}, and has to be of type {kind}"
@@ -118,7 +121,7 @@ def _schema_of(hint: Any, where: str) -> dict[str, Any]:
 
 
 def _described(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """Yield parameters and what the docstring says of them below `Args:`."""
+    """Yield parameters with their descriptions below `Args:` in the docstring."""
     names = "|".join(inspect.signature(function).parameters)
     if listed := _ARGUMENTS.search(inspect.getdoc(function) or ""):
         pieces = re.split(rf"^\s*({names})(?: \(.*?\))?:", listed[1], flags=re.MULTILINE)[1:]
@@ -126,21 +129,23 @@ def _described(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
 
 
 class ToolEnvironment(Environment):
-    """Answers every call of a turn, those of tools that are `async def` side by side; reward functions score the end.
+    """Answers every call of a turn, running `async def` tools concurrently. Reward functions score the end.
 
-    The parts `calls` and `failed_calls` count what the model called, and what of it was answered by an error: a call
-    that cannot be read, a tool that does not exist, wrong arguments, or a `ValueError` of the tool.
+    The parts `calls` and `failed_calls` count the model's calls, and the calls answered with an error: a call that
+    cannot be parsed, an unknown tool, wrong arguments, or a `ValueError` of the tool.
 
-    What a model reads is up to whose fault it is. A `ValueError` of a tool says what the model got wrong, such as a
-    page that does not exist: the model reads "error: ..." and goes on. Anything else that a tool raises is a failure of
-    the tool, a service that is down or a bug: the conversation is tried again or left out. So is a subclass of
-    `ValueError`, which libraries raise over what they were sent, such as `json.JSONDecodeError`.
+    The kind of exception decides what happens. A `ValueError` of a tool is a mistake of the model, such as a page that
+    does not exist: the model reads "error: ..." and continues. Any other exception is a failure of the tool, such as a
+    service that is down or a bug: the conversation is retried or left out. This includes subclasses of `ValueError`,
+    which libraries raise for data that they received, such as `json.JSONDecodeError`.
     """
 
     def __init__(self, tools: Mapping[str, ToolConfig], max_result_characters: int = 20_000) -> None:
-        """Offer these tools; what is longer than `max_result_characters` of a result is cut, and says so."""
+        """Offer these tools. A result longer than `max_result_characters` is cut, with a note."""
         if not tools:
-            raise AgentError("there are no tools", where="agent.environments", fix="tools: {calc: {name: calculator}}")
+            raise AgentError(
+                "no tool is configured", where="agent.environments", fix="tools: {calc: {name: calculator}}"
+            )
         self._tools = {name: Tool(load_tool(tool.name), tool.options, name) for name, tool in tools.items()}
         self._max_characters = max_result_characters
         self._parts = {"calls": 0.0, "failed_calls": 0.0}
@@ -156,8 +161,8 @@ class ToolEnvironment(Environment):
         try:
             return Observation(results=await asyncio.gather(*running), parts=self._parts)
         finally:
-            for one in running:  # where a tool has failed, the others need not go on
-                one.cancel()
+            for task_running in running:  # if one tool has failed, the others need not continue
+                task_running.cancel()
 
     async def _result(self, call: ToolCall, turn: Turn) -> str:
         try:
@@ -166,7 +171,7 @@ class ToolEnvironment(Environment):
             if call.name not in self._tools:
                 raise ValueError(f"there is no tool {call.name!r:.60}; there are: {', '.join(self._tools)}")
             if not turn.left_turns:
-                return "not called, for no turn is left"  # nobody would read what came of it
+                return "not called, for no turn is left"  # its result would never be read
             text = await self._tools[call.name].call(call.arguments)
         except ValueError as error:
             if type(error) is not ValueError:
@@ -178,11 +183,11 @@ class ToolEnvironment(Environment):
 
 
 def load_tool(name: str) -> Callable[..., Any]:
-    """Return the built-in tool of that name, or the function at `package.module:function`."""
+    """Return the built-in tool with that name, or the function at `package.module:function`."""
     if ":" not in name and name not in TOOLS:
         fix = f"{did_you_mean(name, TOOLS)} Or name your own as package.module:function."
         raise NameUnknown(f'unknown tool "{name}"', where="agent.environments", fix=fix)
-    found = load_attribute(TOOLS.get(name, name))
-    if not callable(found):
-        raise NameUnknown(f'"{name}" is no function', where="agent.environments")
-    return found  # type: ignore[no-any-return]
+    loaded = load_attribute(TOOLS.get(name, name))
+    if not callable(loaded):
+        raise NameUnknown(f'"{name}" is not a function', where="agent.environments")
+    return loaded  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""One worker: a process that holds the environments of many conversations, and may be killed at any time.
+"""One worker: a process that runs the environments of many conversations, and may be killed at any time.
 
-`python -m mrl.agents.worker` is the supervisor that starts such workers, as that of reward functions does its own.
+`python -m mrl.agents.worker` is the supervisor of these workers, like the one of reward functions.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Make = Callable[[], Environment]
 
 
 class Environments:
-    """What this process has in hand, by conversation."""
+    """Environments of this process, by conversation."""
 
     def __init__(self, makers: Mapping[str, Make], memory_bytes: int) -> None:
         self._makers, self._memory_bytes = makers, memory_bytes
         self._held: dict[int, Environment] = {}
 
     async def answer(self, ticket: int, body: bytes) -> dict[str, Any]:
-        """Return what an environment says to a task, to a turn, or to its conversation's end, or how it failed."""
+        """Return an environment's answer to a task, a turn, or the end of its conversation, or its failure."""
         began = time.monotonic()
         kind: FailureKind
         try:
-            said = await self._ask(ticket, json.loads(body))
-            is_over = said is None or isinstance(said, Done)
-            reply: dict[str, Any] = {"done" if is_over else "step": None if said is None else to_json(said)}
+            answer = await self._ask(ticket, json.loads(body))
+            is_over = answer is None or isinstance(answer, Done)
+            reply: dict[str, Any] = {"done" if is_over else "step": None if answer is None else to_json(answer)}
             reply["seconds"] = time.monotonic() - began
             if (size := len(json.dumps(reply))) > MAX_ANSWER_BYTES:
                 raise BadResult(f"the answer takes {size} bytes; at most {MAX_ANSWER_BYTES}")
@@ -54,22 +54,22 @@ class Environments:
             kind, detail = "bad_result", str(error)
         except MemoryError:
             kind, detail = "memory", f"more than {self._memory_bytes / (1 << 20):g} MiB"
-        except BaseException as error:  # whatever it is, SystemExit included, it is this conversation's failure
+        except BaseException as error:  # any exception, including SystemExit, is a failure of this conversation
             kind, detail = "raised", describe(error)
         self._held.pop(ticket, None)
         return failure_reply(kind, detail, time.monotonic() - began)
 
-    async def _ask(self, ticket: int, asked: dict[str, Any]) -> Answer | None:
-        if "begin" in asked:
-            environment = self._held[ticket] = self._makers[asked["begin"]]()
-            task = from_json(asked["task"])
-            assert isinstance(task, Task), "the run begins with a task"
+    async def _ask(self, ticket: int, request: dict[str, Any]) -> Answer | None:
+        if "begin" in request:
+            environment = self._held[ticket] = self._makers[request["begin"]]()
+            task = from_json(request["task"])
+            assert isinstance(task, Task), "a conversation begins with a task"
             started: Start = _expect(await _result(environment.reset(task)), Start)
             return started
-        if asked["step"] is None:
+        if request["step"] is None:
             return None
-        turn = from_json(asked["step"])
-        assert isinstance(turn, Turn), "the run goes on with a turn"
+        turn = from_json(request["step"])
+        assert isinstance(turn, Turn), "a conversation continues with a turn"
         answer: Answer = _expect(await _result(self._held[ticket].step(turn)), Observation, Done, Start)
         return answer
 
@@ -87,13 +87,13 @@ async def _result(returned: Any) -> Any:
 def _expect(returned: Any, *kinds: type[Any]) -> Any:
     if isinstance(returned, kinds):
         return returned
-    wanted = " or ".join(kind.__name__ for kind in kinds)
-    hint = "; is a `return` missing?" if returned is None else ""
-    raise BadResult(f"it returned {type(returned).__name__}, not {wanted}{hint}")
+    expected = " or ".join(kind.__name__ for kind in kinds)
+    hint = "; a `return` may be missing" if returned is None else ""
+    raise BadResult(f"it returned {type(returned).__name__}, not {expected}{hint}")
 
 
 def load_environment(label: str, config: EnvironmentConfig) -> Make:
-    """Return what makes an environment anew for each conversation, after it has made one."""
+    """Return a function that creates a new environment for each conversation, after creating one as a test."""
     where = f"agent.environments.{label}"
     if ":" not in config.name and config.name not in ENVIRONMENTS:
         raise NameUnknown(
@@ -101,7 +101,7 @@ def load_environment(label: str, config: EnvironmentConfig) -> Make:
         )
     made = load_attribute(ENVIRONMENTS.get(config.name, config.name))
     if not isinstance(made, type) or not issubclass(made, Environment):
-        raise NameUnknown(f'"{config.name}" is no class of mrl.agents.Environment', where=where)
+        raise NameUnknown(f'"{config.name}" is not a subclass of mrl.agents.Environment', where=where)
     options = config.options | ({"tools": config.tools} if config.tools else {})
     try:
         inspect.signature(made).bind(**options)
@@ -119,7 +119,7 @@ def load_environment(label: str, config: EnvironmentConfig) -> Make:
 
 
 def run_worker(config: AgentConfig, channel: socket.socket, supervisor: int, running: Running) -> NoReturn:
-    """Answer what comes through the channel until it closes; never returns into the supervisor's code."""
+    """Answer the requests of the channel until it closes. Never return to the supervisor's code."""
     status = 1
     try:
         makers, problems = {}, []
@@ -140,12 +140,12 @@ def run_worker(config: AgentConfig, channel: socket.socket, supervisor: int, run
         os._exit(status)
 
 
-def agent_workers(told: bytes) -> tuple[AgentConfig, RunWorker]:
-    """Return the workers of the section `agent`, as the run wrote it with `asdict`."""
-    values, environments = json.loads(told), {}
-    for label, each in values.pop("environments").items():
-        tools = {name: ToolConfig(**tool) for name, tool in each.pop("tools").items()}
-        environments[label] = EnvironmentConfig(**each, tools=tools)
+def agent_workers(section_json: bytes) -> tuple[AgentConfig, RunWorker]:
+    """Return the workers of the section `agent`, which the run wrote with `asdict`."""
+    values, environments = json.loads(section_json), {}
+    for label, values_of_environment in values.pop("environments").items():
+        tools = {name: ToolConfig(**tool) for name, tool in values_of_environment.pop("tools").items()}
+        environments[label] = EnvironmentConfig(**values_of_environment, tools=tools)
     config = AgentConfig(environments=environments, **values)
     return config, partial(run_worker, config)
 

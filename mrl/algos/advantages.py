@@ -1,9 +1,9 @@
-"""Advantages: how much better each token did than expected; and rewards as a column of tokens, which they start from.
+"""Advantages: how much better than expected each token was; and token rewards, their input.
 
-An estimator is `(AdvantageInputs, AlgorithmConfig) -> Advantages`. Group-wise ones compare whole rows with the
-other rows of their prompt, so they read the whole batch's `Outcomes` and hand each token its row's number; the
-others read token rewards. In all of them a group of one is compared with nothing and gets 0: its raw score says how
-the reward counts, not how the answer did.
+An estimator is `(AdvantageInputs, AlgorithmConfig) -> Advantages`. Group-wise estimators compare whole rows with the
+other rows of their prompt, so they read the `Outcomes` of the whole batch and give each token its row's number. The
+others read token rewards. In all of them, a group of one has no comparison and gets 0: its raw score would show the
+scale of the reward, not the quality of the answer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mrl.registry import Registry
 def scores_to_token_rewards(scores_B: Tensor, rows: Rows, mask_T: Tensor) -> Tensor:
     """Return each row's score on its last unmasked token, 0 elsewhere.
 
-    A row ends where its tokens end: no padding, end-of-sequence or stop token is looked for. A fully masked row
-    has no token that could earn anything: its score goes nowhere.
+    A row ends with its tokens: no padding, end-of-sequence or stop token is searched for. In a fully masked row no
+    token can receive the score, so it is dropped.
     """
     last_B = rows.last_token(mask_T)
     rewards_T = torch.zeros(rows.num_tokens, dtype=at_least_float32(scores_B).dtype, device=scores_B.device)
@@ -34,8 +34,8 @@ def scores_to_token_rewards(scores_B: Tensor, rows: Rows, mask_T: Tensor) -> Ten
 
 
 def check_token_rewards(rewards_T: Tensor, rows: Rows, mask_T: Tensor) -> None:
-    """Refuse rewards that are not finite, and rewards on masked tokens, which every estimator would lose."""
-    for bad_T, what in (
+    """Reject rewards that are not finite, and rewards on masked tokens, which every estimator would lose."""
+    for bad_T, defect in (
         (~torch.isfinite(rewards_T), "not finite"),
         (~mask_T & (rewards_T != 0), "on a token that the model did not write"),
     ):
@@ -43,39 +43,39 @@ def check_token_rewards(rewards_T: Tensor, rows: Rows, mask_T: Tensor) -> None:
             at = int(bad_T.nonzero()[0])
             row = int(rows.row_T[at])
             raise RewardError(
-                f"{int(bad_T.sum())} token rewards are {what}; first: {float(rewards_T[at])} "
+                f"{int(bad_T.sum())} token rewards are {defect}; first: {float(rewards_T[at])} "
                 f"on token {at - int(rows.starts_B[row])} of row {row}",
-                fix="put a finite reward on a token that the model wrote, the last one before the observation say",
+                fix="put a finite reward on a token that the model wrote, such as the last one before the observation",
             )
 
 
 def apply_kl_penalty(scores_T: Tensor, kl_T: Tensor, mask_T: Tensor, coef: float) -> Tensor:
-    """KL in the reward: r_t = s_t - coef * kl_t on unmasked tokens, s_t on the others.
+    """Subtract the KL from the reward: r_t = s_t - coef * kl_t on unmasked tokens, s_t on the others.
 
-    Advantages and the critic's targets are both computed from r, or the critic would learn another problem
-    than the actor solves.
+    Advantages and the critic's targets are both computed from r. Otherwise the critic would learn another problem than
+    the actor solves.
     """
     scores_T = at_least_float32(scores_T)
     return scores_T - coef * apply_mask(kl_T.detach(), mask_T).to(scores_T.dtype)
 
 
 def kl_penalized_scores(scores_B: Tensor, kl_T: Tensor, rows: Rows, mask_T: Tensor, coef: float) -> Tensor:
-    """KL in the reward of a whole row: S_i - coef * sum_t kl_t over its unmasked tokens."""
+    """Subtract the KL from the reward of a whole row: S_i - coef * sum_t kl_t over its unmasked tokens."""
     scores_B = at_least_float32(scores_B)
     return scores_B - coef * rows.sum(apply_mask(kl_T.detach(), mask_T)).to(scores_B.dtype)
 
 
 def overlong_penalty(lengths_B: Tensor, max_tokens: int, buffer_tokens: int, factor: float = 1.0) -> Tensor:
-    """DAPO's soft overlong punishment, to be added to the scores.
+    """Return DAPO's soft overlong penalty, to be added to the scores.
 
-    p = -factor * clamp((length - (max_tokens - buffer_tokens)) / buffer_tokens, 0, 1): nothing up to where the
-    buffer begins, then down in a straight line to -factor at `max_tokens` and beyond.
+    p = -factor * clamp((length - (max_tokens - buffer_tokens)) / buffer_tokens, 0, 1): 0 up to the start of the buffer,
+    then linearly down to -factor at `max_tokens` and beyond.
     """
     if not 0 < buffer_tokens <= max_tokens:
         what = f"the buffer must be between 1 and max_tokens = {max_tokens}, not {buffer_tokens}"
         raise ConfigError([Problem("overlong penalty", "buffer_tokens", what)])
     if lengths_B.is_floating_point():
-        raise BatchError(f"lengths are whole numbers of tokens, not {lengths_B.dtype}")
+        raise BatchError(f"lengths must be integers, not {lengths_B.dtype}")
     into_buffer_B = (lengths_B - (max_tokens - buffer_tokens)).to(torch.float64) / buffer_tokens
     return -factor * into_buffer_B.clamp(0.0, 1.0)
 
@@ -92,17 +92,18 @@ class AdvantageInputs:
     """Token rewards, after the KL penalty if there is one."""
     values_T: Tensor | None = None
     baseline_scores_B: Tensor | None = None
-    """ReMax: the score of the greedy answer to each row's prompt."""
+    """For ReMax: score of the greedy answer to each row's prompt."""
     batch: Outcomes | None = None
-    """All samples of all shards, scores after the KL penalty if there is one."""
+    """All samples of all shards, with scores after the KL penalty if there is one."""
     position_B: Tensor | None = None
-    """Which of `batch` each of this shard's rows is of, several where a sample has several; None: it is the batch."""
+    """Index into `batch` for each of this shard's rows, repeated if a sample has several rows. None: the rows are the
+    batch."""
     sum_over_ranks: Reduce = identity
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """The result, 0 on masked tokens; `returns_T` is the critic's target, where the estimator has one."""
+    """The advantages, 0 on masked tokens. `returns_T` is the critic's target, if the estimator has one."""
 
     advantages_T: Tensor
     returns_T: Tensor | None = None
@@ -113,17 +114,17 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
 def estimate_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Return the advantages of a shard by the configured estimator; nothing in it is differentiated."""
+    """Return the advantages of a shard with the configured estimator, without gradients."""
     with torch.no_grad():
         return ADVANTAGES.resolve(config.advantage)(inputs, config)
 
 
 def _required(inputs: AdvantageInputs, column: str) -> Tensor:
-    """Return a column that this estimator cannot do without, in float32 at least."""
-    found: Tensor | None = getattr(inputs, column)
-    if found is None:
-        raise BatchError(f"this advantage estimator needs `{column}`, which is not there")
-    return at_least_float32(found)
+    """Return a column that this estimator requires, in at least float32."""
+    values: Tensor | None = getattr(inputs, column)
+    if values is None:
+        raise BatchError(f"this advantage estimator needs `{column}`, which is missing")
+    return at_least_float32(values)
 
 
 def _rewards(inputs: AdvantageInputs) -> Tensor:
@@ -134,10 +135,10 @@ def _rewards(inputs: AdvantageInputs) -> Tensor:
 
 @ADVANTAGES.register("gae")
 def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Generalized advantage estimation, over the unmasked tokens of each row as if no other stood between them.
+    """Generalized advantage estimation over the unmasked tokens of each row, as if they were adjacent.
 
-    delta_t = r_t + gamma * V_(t+1) - V_t,  A_t = delta_t + gamma * lam * A_(t+1),  returns_t = A_t + V_t,
-    with V = A = 0 after the row's last unmasked token. Advantages are whitened after the returns are taken.
+    delta_t = r_t + gamma * V_(t+1) - V_t, A_t = delta_t + gamma * lam * A_(t+1), returns_t = A_t + V_t, with V = A = 0
+    after the row's last unmasked token. Advantages are whitened after the returns are computed.
     """
     mask_T = inputs.mask_T
     rewards_T, values_T = _rewards(inputs)[mask_T], _required(inputs, "values_T")[mask_T]
@@ -160,7 +161,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adv
 
 @ADVANTAGES.register("remax")
 def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """ReMax: A_t = G_t - b with G_t = sum of r from t on, and b the score of the greedy answer to the prompt."""
+    """ReMax: A_t = G_t - b, where G_t is the sum of r from t on, and b the score of the greedy answer to the prompt."""
     returns_T = _returns_to_go(inputs, 1.0)
     baseline_T = inputs.rows.expand(_required(inputs, "baseline_scores_B")).to(returns_T.dtype)
     if not bool(torch.isfinite(baseline_T).all()):
@@ -175,16 +176,16 @@ def _returns_to_go(inputs: AdvantageInputs, gamma: float) -> Tensor:
 
 
 def _unpack(written_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Return values of the unmasked tokens alone, back to all tokens: 0 on masked ones."""
+    """Expand values of the unmasked tokens to all tokens, with 0 on masked ones."""
     return torch.zeros(mask_T.shape, dtype=written_T.dtype, device=written_T.device).masked_scatter(mask_T, written_T)
 
 
 def global_moments(x_T: Tensor, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased variance of the unmasked tokens of all ranks, in float64.
 
-    mean = sum x / N,  var = sum (x - mean)^2 / (N - 1); both 0 for N = 0, var 0 for N = 1.
-    Two passes: E[x^2] - E[x]^2 loses everything when the mean is large. A rank without tokens still takes part
-    in both reductions, or the others would wait for it.
+    mean = sum x / N, var = sum (x - mean)^2 / (N - 1); both are 0 for N = 0, var is 0 for N = 1. Two passes are needed,
+    because E[x^2] - E[x]^2 loses all precision if the mean is large. A rank without tokens also takes part in both
+    reductions, because the others wait for it.
     """
     x_T = apply_mask(x_T.to(torch.float64), mask_T)
     count, total = sum_over_ranks(torch.stack([mask_T.sum().to(torch.float64), x_T.sum()])).unbind()
@@ -194,7 +195,7 @@ def global_moments(x_T: Tensor, mask_T: Tensor, sum_over_ranks: Reduce = identit
 
 
 def whiten(x_T: Tensor, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the unmasked tokens of all ranks; 0 on masked tokens."""
+    """Return (x - mean) / sqrt(var + 1e-8) over the unmasked tokens of all ranks, and 0 on masked tokens."""
     mean, variance = global_moments(x_T, mask_T, sum_over_ranks)
     return apply_mask(((x_T - mean) * torch.rsqrt(variance + VARIANCE_FLOOR)).to(x_T.dtype), mask_T)
 
@@ -203,7 +204,7 @@ RowAdvantage = Callable[[Tensor, PromptGroups, Outcomes], Tensor]
 
 
 def by_group(name: str) -> Callable[[RowAdvantage], RowAdvantage]:
-    """Register a function of (scores_B in float64, groups, outcomes) to one advantage per row."""
+    """Register a function of (scores_B in float64, groups, outcomes) that returns one advantage per row."""
 
     def register(row_advantage: RowAdvantage) -> RowAdvantage:
         def estimate(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
@@ -222,7 +223,7 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs) -> 
     groups = PromptGroups.of(batch.uids, device=batch.scores_B.device)
     if batch.uids and int(groups.sizes_G.max()) == 1:
         raise BatchError(
-            f"{name} compares the answers to one prompt, but each of the {len(batch.uids)} rows has a uid of its own",
+            f"{name} compares the answers to one prompt, but each of the {len(batch.uids)} rows has a different uid",
             fix="sample at least 2 answers per prompt and give them the prompt's uid",
         )
     advantage_B = row_advantage(batch.scores_B.to(torch.float64), groups, batch)
@@ -233,7 +234,7 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs) -> 
 
 @by_group("grpo")
 def grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """GRPO: A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std. 0 where all are equal."""
+    """GRPO: A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std. 0 if all scores are equal."""
     centered_B = dr_grpo(scores_B, groups, batch)
     variance_G = groups.sum(centered_B.square()) / (groups.sizes_G - 1).clamp(min=1)
     return centered_B / (variance_G.sqrt()[groups.group_B] + STD_FLOOR)
@@ -241,7 +242,7 @@ def grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
 
 @by_group("dr_grpo")
 def dr_grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """Dr.GRPO: A_i = s_i - mean over i's group; its loss goes with seq-mean-token-sum-norm."""
+    """Dr.GRPO: A_i = s_i - mean over i's group. Its loss uses seq-mean-token-sum-norm."""
     return groups.centered(scores_B)
 
 
@@ -253,15 +254,15 @@ def rloo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
 
 @by_group("opo")
 def opo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """OPO: A_i = s_i - sum_j n_j s_j / sum_j n_j over i's group, with n the rows' unmasked tokens."""
+    """OPO: A_i = s_i - sum_j n_j s_j / sum_j n_j over i's group, where n is the number of a row's unmasked tokens."""
     return groups.centered(scores_B, batch.num_tokens_B)
 
 
 @by_group("gpg")
 def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """GPG: A_i = B / (B - M) * (s_i - mean) with B the rows and M those in groups whose scores are all equal.
+    """GPG: A_i = B / (B - M) * (s_i - mean), with B rows, of which M are in groups with equal scores.
 
-    The factor makes up for the rows that give no gradient. (verl counts rows of score 0 as M.)
+    The factor compensates for rows without a gradient. (verl counts the rows with score 0 as M.)
     """
     num_varied = groups.has_variance(scores_B)[groups.group_B].sum().clamp(min=1)
     return groups.centered(scores_B) * scores_B.numel() / num_varied

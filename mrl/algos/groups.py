@@ -1,4 +1,4 @@
-"""Groups: the rows that answer one prompt, found by uid wherever they stand; their statistics, and DAPO's filter."""
+"""Groups of rows that answer one prompt, found by uid; their statistics, and DAPO's filter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_NAMED_ROWS = 5
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """Which row belongs to which group; groups are numbered in order of first appearance."""
+    """Assignment of rows to groups, numbered in order of first appearance."""
 
     uids: tuple[str, ...]
     group_B: Tensor
@@ -25,7 +25,7 @@ class PromptGroups:
 
     @classmethod
     def of(cls, uids: Sequence[str], device: torch.device | str | None = None) -> PromptGroups:
-        """Return groups of equal uids. Uids are compared as they are: "42" and "0042" are two groups."""
+        """Return groups of equal uids. Uids are compared exactly: "42" and "0042" are two groups."""
         number: dict[str, int] = {}
         group_B = torch.tensor([number.setdefault(uid, len(number)) for uid in uids], dtype=torch.int64, device=device)
         sizes_G = torch.bincount(group_B, minlength=len(number))
@@ -43,15 +43,15 @@ class PromptGroups:
         return self.members.sum(x_B[self.order_B])
 
     def from_first(self, x_B: Tensor) -> Tensor:
-        """x_i - x_f with f the first row of i's group: exactly 0 throughout a group of equal values."""
+        """Return x_i - x_f, where f is the first row of i's group: exactly 0 in a group of equal values."""
         first_G = x_B[self.order_B][self.members.starts_B]
         return x_B - first_G[self.group_B]
 
     def centered(self, x_B: Tensor, weights_B: Tensor | None = None) -> Tensor:
-        """x_i - sum_j w_j x_j / sum_j w_j over i's group (w = 1 by default).
+        """Return x_i - sum_j w_j x_j / sum_j w_j over i's group (w = 1 by default).
 
-        Exactly 0 in a group of one and in a group of equal values; a large common offset costs no precision,
-        because each group is first shifted by one of its own values.
+        The result is exactly 0 in a group of one and in a group of equal values. A large common offset costs no
+        precision, because each group is first shifted by one of its values.
         """
         shifted_B = self.from_first(x_B)
         weights_B = torch.ones_like(x_B) if weights_B is None else weights_B.to(x_B.dtype)
@@ -65,10 +65,10 @@ class PromptGroups:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """One score per row of the whole batch, on every rank: what group-wise estimators read.
+    """One score per row of the whole batch, on every rank, for group-wise estimators.
 
-    Groups may lie scattered over ranks, so statistics need all scores; they are a few numbers per row.
-    A reward that is NaN or infinite is refused here, before it can poison its group.
+    Groups may be spread over ranks, so statistics need all scores, which are a few numbers per row. A reward that is
+    NaN or infinite is rejected here, before it affects its group.
     """
 
     scores_B: Tensor
@@ -78,12 +78,12 @@ class Outcomes:
     def __post_init__(self) -> None:
         if not (self.scores_B.shape == self.num_tokens_B.shape == (len(self.uids),)):
             sizes = f"{self.scores_B.numel()} scores, {len(self.uids)} uids, {self.num_tokens_B.numel()} token counts"
-            raise BatchError(f"one of each per row, but there are {sizes}")
+            raise BatchError(f"expected one of each per row, but got {sizes}")
         check_finite(self.scores_B, self.uids)
 
 
 def check_finite(scores_B: Tensor, uids: Sequence[str]) -> None:
-    """Refuse scores that are not numbers, and name their rows."""
+    """Raise an error for scores that are not finite, with their rows."""
     bad = (~torch.isfinite(scores_B)).nonzero().flatten().tolist()
     if not bad:
         return
@@ -91,30 +91,31 @@ def check_finite(scores_B: Tensor, uids: Sequence[str]) -> None:
     more = f" and {len(bad) - MAX_NAMED_ROWS} more" if len(bad) > MAX_NAMED_ROWS else ""
     raise RewardError(
         f"{len(bad)} of {scores_B.numel()} rewards are missing or not finite: {named}{more}",
-        fix="make the reward function return a finite number for every row, or drop those groups before",
+        fix="make the reward function return a finite number for every row, or drop those groups first",
     )
 
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """The groups of a batch whose scores differ, and why the others were dropped."""
+    """The groups of a batch whose scores differ, and the numbers of dropped groups by reason."""
 
     groups: PromptGroups
     keep_G: Tensor
     num_uniform: int
-    """Groups of several rows with one score: every group-wise advantage in them is 0."""
+    """Groups of several rows with equal scores: all of their group-wise advantages are 0."""
     num_single: int
-    """Groups of one row: nothing to compare with."""
+    """Groups of one row, which have nothing to compare with."""
 
     @property
     def kept_uids(self) -> tuple[str, ...]:
         return tuple(uid for uid, kept in zip(self.groups.uids, self.keep_G.tolist(), strict=True) if kept)
 
     def take(self, num_groups: int) -> Tensor:
-        """Return the rows of the first `num_groups` kept groups, whole and in their order: a full batch or an error."""
+        """Return the rows of the first `num_groups` kept groups, complete and in order. Raise an error if there are too
+        few."""
         if len(self.kept_uids) < num_groups:
             raise BatchError(
-                f"{len(self.kept_uids)} groups with differing scores, but {num_groups} are wanted "
+                f"{len(self.kept_uids)} groups with differing scores, but {num_groups} are needed "
                 f"({self.num_uniform} dropped as uniform, {self.num_single} with a single row)",
                 fix="sample more prompts before taking",
             )
@@ -123,7 +124,7 @@ class GroupFilter:
 
 
 def filter_groups(outcomes: Outcomes) -> GroupFilter:
-    """Keep a group if and only if its scores are not all equal, compared exactly."""
+    """Keep a group if and only if its scores differ, compared exactly."""
     groups = PromptGroups.of(outcomes.uids, device=outcomes.scores_B.device)
     keep_G = groups.has_variance(outcomes.scores_B)
     single_G = groups.sizes_G == 1

@@ -1,13 +1,15 @@
 """KL between the policy and its reference or teacher: estimators, divergences, and the coefficient's controller.
 
 With d = log pi - log pi_ref of the sampled token, an estimator is a function of d alone. As a *value* (KL in the
-reward) k1, k2 and k3 all estimate KL(pi || pi_ref), k1 and k3 without bias. As a *loss* their gradients differ:
-on samples of pi the gradient of k2 is the gradient of the KL without bias, that of k3 is biased, and that of k1 is 0 on
-average. `k1+`, `k3+` and `abs+` have the value of their namesake and the gradient of k2.
+reward), k1, k2 and k3 all estimate KL(pi
 
-In distillation pi is the policy's and nu the teacher's distribution of the next token behind the same tokens, both at
-the temperature of sampling. log pi(y) and log nu(y) of each token are enough for an advantage or an estimate; the
-divergences take the whole vocabulary, or its likeliest tokens and all others together as one.
+pi_ref), k1 and k3 without bias. As a *loss*, their gradients differ: on samples of pi, the gradient of k2 is an
+unbiased gradient of the KL, that of k3 is biased, and that of k1 is 0 on average. `k1+`, `k3+` and `abs+` have the
+value of their namesake and the gradient of k2.
+
+In distillation, pi is the policy's and nu the teacher's distribution of the next token after the same tokens, both at
+the sampling temperature. log pi(y) and log nu(y) of each token are enough for an advantage or an estimate; the
+divergences use the whole vocabulary, or its likeliest tokens with all others as one.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ K3_VALUE_BOUND = 10.0
 
 
 def token_kl(name: str, log_probs_T: Tensor, ref_log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Return the KL of each token by the estimator of that name; 0 on masked tokens."""
+    """Return the KL of each token with the named estimator, 0 on masked tokens."""
     difference_T = apply_mask(log_probs_T, mask_T) - apply_mask(ref_log_probs_T, mask_T)
     return KL_ESTIMATORS.resolve(name)(difference_T)
 
@@ -60,13 +62,13 @@ def k2(d: Tensor) -> Tensor:
 @KL_ESTIMATORS.register("low_var_kl")
 @KL_ESTIMATORS.register("k3")
 def k3(d: Tensor) -> Tensor:
-    """exp(-d) + d - 1, with d within +-20 and the value at most 10; where a bound holds the gradient is 0."""
+    """exp(-d) + d - 1, with d limited to +-20 and the value to at most 10. The gradient is 0 beyond a limit."""
     d = d.clamp(-K3_LOG_BOUND, K3_LOG_BOUND)
     return (torch.exp(-d) + d - 1).clamp(max=K3_VALUE_BOUND)
 
 
 def with_gradient_of_k2(estimator: KlEstimator) -> KlEstimator:
-    """Return the estimator's value, with k2's gradient d."""
+    """Return an estimator with the same value, but with k2's gradient d."""
 
     def straight_through(d: Tensor) -> Tensor:
         backward = k2(d)
@@ -80,7 +82,7 @@ for _name, _estimator in (("k1", k1), ("abs", absolute), ("k3", k3)):
 
 
 def mean_row_kl(kl_T: Tensor, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce = identity) -> float:
-    """Return the mean over all ranks' rows of the mean over a row's unmasked tokens, which steers the controller."""
+    """Return the mean over all ranks' rows of the mean over a row's unmasked tokens, the controller's input."""
     count_B = rows.count(mask_T)
     local = torch.stack([rows.mean(kl_T.detach().to(torch.float64), mask_T).sum(), (count_B > 0).sum().double()])
     total, num_rows = sum_over_ranks(local).tolist()
@@ -89,8 +91,8 @@ def mean_row_kl(kl_T: Tensor, rows: Rows, mask_T: Tensor, sum_over_ranks: Reduce
 
 @dataclass
 class KLController:
-    """The coefficient of the KL penalty. Without a target it stays what the configuration says, on resume too; with one
-    it steers the KL: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_rows / horizon_rows."""
+    """The coefficient of the KL penalty. Without a target, it always has the configured value, also after a resume.
+    With a target, it controls the KL: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_rows / horizon_rows."""
 
     coef: float
     target: float | None = None
@@ -111,34 +113,41 @@ class KLController:
         return "fixed" if self.target is None else "adaptive"
 
     def update(self, kl: float, num_rows: int) -> None:
-        """Take one step's KL into account; one that is no number is refused, it would stay in `coef` for ever."""
+        """Update the coefficient with one step's KL. Reject a KL that is not finite, which would stay in `coef`
+        forever."""
         if self.target is None:
             return
         if not math.isfinite(kl):
-            raise MrlError(f"the measured KL is {kl}", where="adaptive KL controller", fix="look at the log-probs")
+            raise MrlError(f"the measured KL is {kl}", where="adaptive KL controller", fix="check the log-probs")
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_rows / self.horizon_rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the coefficient where it moves, as JSON; target and horizon are the configuration's."""
+        """Return the coefficient as JSON if it is adaptive. Target and horizon come from the configuration."""
         return {"kind": self._kind} | ({} if self.target is None else {"coef": self.coef})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("kind") != self._kind:
             raise MrlError(
                 f"the checkpoint's KL controller is {state.get('kind')!r}, the configuration's is {self._kind!r}",
-                fix="resume with the kind that the run began with, or start a new run from the weights",
+                fix="resume with the original kind, or start a new run from the weights",
             )
         if self.target is not None:
             self.coef = float(state["coef"])
 
 
 def divergence(log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return each outcome's part d_v of the divergence, and g_v, its derivative by log pi_v where no other pi changes.
+    """Return each outcome's part d_v of the divergence, and g_v, its derivative by log pi_v with the other pi constant.
 
-    beta 0 is the forward KL(nu || pi), 1 the reverse KL(pi || nu), and between them the generalized Jensen-Shannon
-    divergence beta KL(nu || m) + (1 - beta) KL(pi || m) with m = beta nu + (1 - beta) pi. The gradient of a logit
-    is g_v - pi_v sum(g).
+    beta 0 is the forward KL(nu
+
+    pi), 1 the reverse KL(pi
+
+    nu). Values between give the generalized Jensen-Shannon divergence beta KL(nu
+
+    m) + (1 - beta) KL(pi
+
+    m) with m = beta nu + (1 - beta) pi. The gradient of a logit is g_v - pi_v sum(g).
     """
     if beta == 0:
         teacher = teacher_log_probs.exp()
@@ -155,9 +164,9 @@ def divergence(log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> tup
 def distilled_advantages(
     advantages_T: Tensor, log_probs_T: Tensor, teacher_log_probs_T: Tensor, mask_T: Tensor, coef: float
 ) -> Tensor:
-    """A_t - coef (log pi(y_t) - log nu(y_t)): k1 of the reverse KL as what a token earns, without a gradient.
+    """Return A_t - coef (log pi(y_t) - log nu(y_t)): k1 of the reverse KL as a reward of the token, without a gradient.
 
-    Its expected policy gradient is that of the KL at each place alone: a token does not pay for those behind it.
+    Its expected policy gradient is that of the KL at each position separately: a token is not charged for later tokens.
     """
     log_ratio_T = apply_mask(log_probs_T, mask_T) - apply_mask(teacher_log_probs_T, mask_T)
     return at_least_float32(advantages_T) - coef * log_ratio_T.detach()

@@ -1,7 +1,7 @@
-"""Losses per token: the policy's, which moves along the advantages without moving too far, and the critic's.
+"""Losses per token: the policy's, which follows the advantages within a limit, and the critic's.
 
-A policy loss is `(PolicyTokens, LossConfig) -> TokenLosses`: a loss per token and, per token, what to report.
-Aggregation is not its business. With r_t = exp(log pi - log pi_old), log-ratios held within +-20.
+A policy loss is `(PolicyTokens, LossConfig) -> TokenLosses`: a loss and values to report, per token. Aggregation is
+separate. r_t = exp(log pi - log pi_old), with log-ratios limited to +-20.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GSPO_LOG_RATIO_BOUND = 10.0
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What a policy loss reads. Only `log_probs_T` is differentiated."""
+    """Inputs of a policy loss. Only `log_probs_T` is differentiated."""
 
     rows: Rows
     mask_T: Tensor
@@ -43,7 +43,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """A loss per token, and per token what to report; reports are averaged like token-mean."""
+    """A loss and values to report, per token. Reports are averaged like token-mean."""
 
     loss_T: Tensor
     reports_T: dict[str, Tensor]
@@ -54,7 +54,7 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
 def _clip(ratio_T: Tensor, config: LossConfig) -> Tensor:
-    """Hold the ratio within the trust region; clip-higher is `clip_high` above `clip_low`."""
+    """Clip the ratio to the trust region. Clip-higher sets `clip_high` above `clip_low`."""
     return ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high)
 
 
@@ -88,7 +88,7 @@ def ppo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
 def gspo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     """GSPO: PPO's clipped loss with the row's ratio s = exp(mean_t log r_t) for every token, at most e^10.
 
-    Each token's gradient is s * grad log pi_t: s_t = sg[s] * pi_t / sg[pi_t]. Goes with seq-mean-token-mean.
+    Each token's gradient is s * grad log pi_t: s_t = sg[s] * pi_t / sg[pi_t]. Use it with seq-mean-token-mean.
     """
     advantage_T, log_ratio_T = tokens.advantage_T, tokens.log_ratio_T
     row_T = tokens.rows.expand(tokens.rows.mean(log_ratio_T.detach(), tokens.mask_T))
@@ -99,7 +99,7 @@ def gspo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
 
 @POLICY_LOSSES.register("cispo")
 def cispo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
-    """CISPO: l_t = -sg[clip(r_t)] A log pi_t: the ratio is clipped, no token loses its gradient."""
+    """CISPO: l_t = -sg[clip(r_t)] A log pi_t. The ratio is clipped, but no token loses its gradient."""
     log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_T = log_ratio_T.detach().exp()
     weight_T = _clip(ratio_T, config)
@@ -127,14 +127,14 @@ def gmpo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
 
 @POLICY_LOSSES.register("gpg")
 def gpg(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
-    """Plain policy gradient (GPG, REINFORCE): l_t = -A log pi_t, no ratio and nothing clipped."""
+    """Plain policy gradient (GPG, REINFORCE): l_t = -A log pi_t, without a ratio or clipping."""
     loss_T = -tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, tokens.log_ratio_T, torch.zeros_like(tokens.mask_T))
 
 
 @dataclass(frozen=True)
 class ValueTokens:
-    """What the critic's loss reads. Only `values_T`, the critic's new answer, is differentiated."""
+    """Inputs of the critic's loss. Only `values_T`, the critic's new answer, is differentiated."""
 
     mask_T: Tensor
     values_T: Tensor
@@ -143,7 +143,7 @@ class ValueTokens:
 
 
 def value_loss(tokens: ValueTokens, clip: float | None = 0.5) -> TokenLosses:
-    """l_t = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2); without a clip 1/2 (V - R)^2."""
+    """Return l_t = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), or 1/2 (V - R)^2 without a clip."""
     values_T, returns_T = (
         apply_mask(tokens.values_T, tokens.mask_T),
         apply_mask(tokens.returns_T, tokens.mask_T).detach(),

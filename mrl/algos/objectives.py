@@ -1,7 +1,7 @@
-"""What the optimizer of the actor or the critic sees: token losses put together and normalized over the whole batch.
+"""The losses of actor and critic: token losses combined and normalized over the whole batch.
 
-Each call is one micro-batch of one rank. Losses and reports are parts of the whole batch's: sum them over micro-batches
-and ranks, and nothing else is left to divide by.
+Each call handles one micro-batch of one rank. Losses and reports are parts of the whole batch's: sum them over
+micro-batches and ranks, without dividing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mrl.errors import BatchError
 
 @dataclass(frozen=True)
 class ActorColumns:
-    """What some terms read beside the policy loss's own columns."""
+    """Columns that some terms read in addition to the policy loss's own columns."""
 
     ref_log_probs_T: Tensor | None = None
     entropy_T: Tensor | None = None
@@ -31,7 +31,7 @@ class ActorColumns:
 
 @dataclass(frozen=True)
 class Objective:
-    """This micro-batch's part of the loss, and of what to report."""
+    """This micro-batch's part of the loss and of the reports."""
 
     loss: Tensor
     reports: dict[str, Tensor]
@@ -47,9 +47,9 @@ def actor_objective(
 ) -> Objective:
     """L = agg(w * (pg + kl.coef * kl + distillation.coef * d)) - entropy_coef * agg(H), with w the rollout correction.
 
-    The KL is part of it where `kl.where` says so, the divergence d from a teacher where the form of distillation is a
-    loss, the entropy where its coefficient is not 0. As an advantage distillation is a part of pg. The engine's policy
-    draws the tokens of these expectations, of which w makes those of the policy that is trained.
+    The KL is included if `kl.where` says so, the divergence d from a teacher if the form of distillation is a loss, and
+    the entropy if its coefficient is not 0. As an advantage, distillation is part of pg. The engine's policy draws the
+    tokens of these expectations; w corrects them to the trained policy.
     """
     rows, mask_T = tokens.rows, tokens.mask_T
     if distillation is not None and distillation.form == "advantage":
@@ -66,8 +66,8 @@ def actor_objective(
         terms["kl_loss"] = norm.aggregate(_weighted(kl_T, extra, mask_T), rows, mask_T)
         loss = loss + kl.coef * terms["kl_loss"]
     if distillation is not None and distillation.form != "advantage":
-        apart_T = _weighted(_apart(distillation, tokens, extra), extra, mask_T)
-        terms["distill_loss"] = norm.aggregate(apart_T, rows, mask_T)
+        distance_T = _weighted(_teacher_distance(distillation, tokens, extra), extra, mask_T)
+        terms["distill_loss"] = norm.aggregate(distance_T, rows, mask_T)
         loss = loss + distillation.coef * terms["distill_loss"]
     if config.entropy_coef:
         entropy_T = _column(extra.entropy_T, "entropy_T", "entropy_coef")
@@ -82,8 +82,8 @@ def _weighted(loss_T: Tensor, extra: ActorColumns, mask_T: Tensor) -> Tensor:
     return loss_T if weights_T is None else loss_T * apply_mask(weights_T, mask_T).detach()
 
 
-def _apart(config: DistillationConfig, tokens: PolicyTokens, extra: ActorColumns) -> Tensor:
-    """Return how far the policy is from the teacher at each token, by an estimate or a divergence."""
+def _teacher_distance(config: DistillationConfig, tokens: PolicyTokens, extra: ActorColumns) -> Tensor:
+    """Return the distance of the policy from the teacher at each token, as an estimate or a divergence."""
     if config.form != "sampled":
         return _column(extra.divergence_T, "divergence_T", "distillation.coef")
     teacher_T = _column(extra.teacher_log_probs_T, "teacher_log_probs_T", "distillation.coef").detach()
@@ -101,7 +101,7 @@ def _reports(reports_T: dict[str, Tensor], norm: LossNormalizer, mask_T: Tensor)
     return {name: apply_mask(value_T, mask_T).sum() / num_tokens for name, value_T in reports_T.items()}
 
 
-def _column(found: Tensor | None, column: str, because: str) -> Tensor:
-    if found is None:
-        raise BatchError(f"the actor's loss needs `{column}` because `{because}` is not 0, and it is not there")
-    return found
+def _column(values: Tensor | None, column: str, because: str) -> Tensor:
+    if values is None:
+        raise BatchError(f"the actor's loss needs `{column}` because `{because}` is not 0, but it is missing")
+    return values

@@ -1,8 +1,8 @@
-"""Losses of responses that were ranked: what a reward model learns from them, and a policy without one.
+"""Losses on ranked responses, for a reward model, and for a policy without a reward model.
 
-Each call is one micro-batch of one rank, with whole groups: the responses to a prompt of which some were preferred to
-others. A group of two has one pair, a ranked list one for each two of different rank; the pairs of a group weigh one
-together. Losses and reports are parts of the whole update's, and add up to it however it is cut.
+Each call handles one micro-batch of one rank, with whole groups: the ranked responses to one prompt. A group of two has
+one pair; a longer list has a pair for each two responses of different rank. The pairs of a group have a total weight of
+one. Losses and reports are parts of the whole update's, and add up to it in any split.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pairs:
 
     @classmethod
     def of(cls, group_B: Tensor, rank_B: Tensor) -> Pairs:
-        """Return all pairs within groups; the lower rank is the better, and of equal ranks none is."""
+        """Return all pairs within groups. The lower rank is better; equal ranks form no pair."""
         is_pair = (group_B[:, None] == group_B) & (rank_B[:, None] < rank_B)
         better_P, worse_P = is_pair.nonzero(as_tuple=True)
         _, group_P, num_G = torch.unique(group_B[better_P], return_inverse=True, return_counts=True)
@@ -40,14 +40,14 @@ class Pairs:
 
 @dataclass(frozen=True)
 class RankingTotals:
-    """The denominators of one update."""
+    """Denominators of one update."""
 
     num_groups: float
     num_rows: float
 
     @classmethod
     def of(cls, group_B: Tensor, sum_over_ranks: Reduce = identity) -> RankingTotals:
-        """Count groups and rows of all ranks, of which each holds whole groups."""
+        """Count groups and rows of all ranks. Each rank holds whole groups."""
         local = torch.tensor([torch.unique(group_B).numel(), group_B.numel()], dtype=torch.float64)
         return cls(*sum_over_ranks(local).tolist())
 
@@ -57,7 +57,7 @@ def reward_objective(
 ) -> Objective:
     """L = sum_p w_p l(s_better - s_worse - m_p) / G + centering * sum_p w_p (s_better + s_worse)^2 / G.
 
-    l is -log sigmoid, smoothed by `smoothing`; m_p is the difference of the labels where `margin` asks for it. The loss
+    l is -log sigmoid, smoothed by `smoothing`; m_p is the difference of the labels if `margin` is set. The loss
     `regression` is the mean of (s - label)^2 over the rows instead.
     """
     score_B = at_least_float32(score_B)
@@ -83,7 +83,7 @@ def reward_objective(
 
 @dataclass(frozen=True)
 class PairLogProbs:
-    """Log-probs of each pair's responses, as sums over their tokens, less the reference's where there is one."""
+    """Log-probs of each pair's responses, summed over their tokens, minus the reference's if there is one."""
 
     better_P: Tensor
     worse_P: Tensor
@@ -91,7 +91,7 @@ class PairLogProbs:
     num_worse_P: Tensor
 
     def gap(self, *, of_means: bool) -> Tensor:
-        """Return how much likelier than by the reference the better response has become than the worse."""
+        """Return how much likelier, relative to the reference, the better response has become than the worse."""
         if of_means:
             return self.better_P / self.num_better_P - self.worse_P / self.num_worse_P
         return self.better_P - self.worse_P
@@ -102,25 +102,25 @@ PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss")
 
 
 def _smoothed(gap_P: Tensor, smoothing: float) -> Tensor:
-    """-log sigmoid of the gap, by `smoothing` of the gap the other way round."""
+    """Return -log sigmoid of the gap, mixed with that of the negated gap by `smoothing`."""
     return (1 - smoothing) * softplus(-gap_P) + smoothing * softplus(gap_P)
 
 
 @PREFERENCE_LOSSES.register("sigmoid")
 def sigmoid(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """-log sigmoid(beta gap): DPO as it was published."""
+    """-log sigmoid(beta gap): DPO as published."""
     return softplus(-config.beta * pairs.gap(of_means=config.average))
 
 
 @PREFERENCE_LOSSES.register("conservative")
 def conservative(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """DPO where a share `smoothing` of the labels is taken to be wrong (cDPO): the gap has a finite optimum."""
+    """cDPO: assumes that a share `smoothing` of the labels is wrong, so that the gap has a finite optimum."""
     return _smoothed(config.beta * pairs.gap(of_means=config.average), config.smoothing)
 
 
 @PREFERENCE_LOSSES.register("robust")
 def robust(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """DPO's loss, without bias where a share `smoothing` of the labels is wrong (rDPO); it may be negative."""
+    """rDPO: an unbiased loss if a share `smoothing` of the labels is wrong. It may be negative."""
     gap_P, wrong = config.beta * pairs.gap(of_means=config.average), config.smoothing
     return ((1 - wrong) * softplus(-gap_P) - wrong * softplus(gap_P)) / (1 - 2 * wrong)
 
@@ -139,7 +139,7 @@ def ipo_sum(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
 
 @PREFERENCE_LOSSES.register("ipo_mean")
 def ipo_mean(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """(gap - 1 / (2 beta))^2 of mean log-probs; its optimum is another than that of sums."""
+    """(gap - 1 / (2 beta))^2 of mean log-probs. Its optimum differs from that of sums."""
     return (pairs.gap(of_means=True) - 0.5 / config.beta).square()
 
 
@@ -158,7 +158,7 @@ def orpo(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
 
 
 def _log_of_rest(log_prob: Tensor) -> Tensor:
-    """log(1 - p), for p close to 0 and close to 1."""
+    """Return log(1 - p), accurate for p close to 0 and close to 1."""
     is_large = log_prob > -0.6931471805599453
     by_expm1 = torch.log(-torch.expm1(torch.where(is_large, log_prob, -1.0)))
     return torch.where(is_large, by_expm1, torch.log1p(-torch.exp(torch.where(is_large, -1.0, log_prob))))
@@ -166,16 +166,16 @@ def _log_of_rest(log_prob: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RankedTokens:
-    """What a policy says of ranked responses. Only `log_probs_T` is differentiated."""
+    """Log-probs of a policy on ranked responses. Only `log_probs_T` is differentiated."""
 
     rows: Rows
     mask_T: Tensor
     log_probs_T: Tensor
     ref_log_probs_T: Tensor | None
-    """Of the model before training; none for losses that know no reference."""
+    """Log-probs of the model before training. None for losses without a reference."""
     pairs: Pairs
     is_best_T: Tensor
-    """Whose response is the best of its group: what `sft_weight` learns."""
+    """Whether the token's response is the best of its group, which `sft_weight` learns."""
 
 
 def preference_objective(
@@ -186,14 +186,15 @@ def preference_objective(
     log_probs_T = at_least_float32(apply_mask(tokens.log_probs_T, mask_T))
     ratio_T = log_probs_T
     if tokens.ref_log_probs_T is not None:
-        # By token first: sums of long responses are large, and their difference would be what rounding left of it.
+        # Subtract per token first: sums of long responses are large, and their difference would be mostly rounding
+        # error.
         ratio_T = log_probs_T - at_least_float32(apply_mask(tokens.ref_log_probs_T, mask_T)).detach()
     ratio_B, num_B = rows.sum(ratio_T), rows.count(mask_T).clamp(min=1).to(ratio_T)
-    of_pairs = PairLogProbs(
+    pair_log_probs = PairLogProbs(
         ratio_B[pairs.better_P], ratio_B[pairs.worse_P], num_B[pairs.better_P], num_B[pairs.worse_P]
     )
     weight_P = (pairs.weight_P / totals.num_groups).to(ratio_T)
-    loss = (weight_P * PREFERENCE_LOSSES.resolve(config.loss)(of_pairs, config)).sum()
+    loss = (weight_P * PREFERENCE_LOSSES.resolve(config.loss)(pair_log_probs, config)).sum()
     log_prob_B = rows.mean(log_probs_T.detach(), mask_T)
     reward_B = config.beta * ratio_B.detach() / (num_B if config.is_of_means() else 1.0)
     reward_P = {"chosen": reward_B[pairs.better_P], "rejected": reward_B[pairs.worse_P]}

@@ -1,9 +1,9 @@
-"""The rollout engine samples from almost, but not exactly, the policy that is trained: weigh it, and measure it.
+"""Corrects and measures the small difference between the engine's policy, which samples, and the trained policy.
 
 With x_t = log pi_train - log pi_rollout of the sampled token, the ratio is exp(x_t) per token, exp(sum_t x_t) per
-sequence, or exp(mean_t x_t), the geometric one, on every token of the row. *Truncate* holds the weight between the
-bounds (TIS), *mask* makes it 0 beyond them (IcePop, masked importance sampling). Weights are constants: they multiply
-the token losses and get no gradient.
+sequence, or exp(mean_t x_t), the geometric one, on every token of the row. *Truncate* limits the weight to the bounds
+(TIS), *mask* sets it to 0 beyond them (IcePop, masked importance sampling). Weights are constants: they multiply the
+token losses and get no gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class RolloutPair:
-    """The same tokens by the trained policy and by the engine that sampled them; neither is differentiated."""
+    """The same tokens under the trained policy and under the engine that sampled them. Neither is differentiated."""
 
     rows: Rows
     mask_T: Tensor
@@ -32,16 +32,16 @@ class RolloutPair:
     rollout_log_probs_T: Tensor
 
     def __post_init__(self) -> None:
-        lacking = int((~torch.isfinite(apply_mask(self.rollout_log_probs_T, self.mask_T))).sum())
-        if lacking:
+        num_missing = int((~torch.isfinite(apply_mask(self.rollout_log_probs_T, self.mask_T))).sum())
+        if num_missing:
             raise BatchError(
-                f"{lacking} of {int(self.mask_T.sum())} tokens have no finite rollout log-prob",
-                fix="mask the tokens that the engine gave no log-prob for, or leave the correction off",
+                f"{num_missing} of {int(self.mask_T.sum())} tokens have no finite rollout log-prob",
+                fix="mask the tokens without a log-prob from the engine, or switch the correction off",
             )
 
     @property
     def log_ratio_T(self) -> Tensor:
-        """x_t, 0 on masked tokens whatever filler stands there."""
+        """x_t, 0 on masked tokens with any filler value."""
         trained_T = at_least_float32(apply_mask(self.log_probs_T.detach(), self.mask_T))
         return trained_T - at_least_float32(apply_mask(self.rollout_log_probs_T.detach(), self.mask_T))
 
@@ -69,7 +69,7 @@ def geometric(pair: RolloutPair) -> Tensor:
 
 
 def correction_weights(pair: RolloutPair, config: CorrectionConfig) -> Tensor:
-    """Return the weight of each token's loss; 0 on masked tokens."""
+    """Return the weight of each token's loss, 0 on masked tokens."""
     ratio_T = _ratio(pair, config)
     held_T = ratio_T.clamp(config.lower, config.upper)
     if config.beyond == "mask":
@@ -85,9 +85,9 @@ def _ratio(pair: RolloutPair, config: CorrectionConfig) -> Tensor:
 def correction_metrics(
     pair: RolloutPair, config: CorrectionConfig, sum_over_ranks: Reduce = identity
 ) -> dict[str, float]:
-    """Measure what the correction did, over the unmasked tokens of all ranks.
+    """Measure the effect of the correction over the unmasked tokens of all ranks.
 
-    Effective sample size = (sum w)^2 / (N sum w^2): 1 when all weights are equal, towards 0 when few carry all.
+    Effective sample size = (sum w)^2 / (N sum w^2): 1 if all weights are equal, near 0 if a few dominate.
     """
     ratio_T, weights_T = _ratio(pair, config), correction_weights(pair, config)
     above_T, below_T = (
@@ -109,15 +109,15 @@ def correction_metrics(
 def staleness_metrics(
     pair: RolloutPair, ages_T: Tensor, sum_over_ranks: Reduce = identity, max_over_ranks: Reduce = identity
 ) -> dict[str, float]:
-    """Measure the ratio of trained to sampling policy by the age of the weights that drew a token, in updates.
+    """Measure the ratio of trained to sampling policy by the age, in updates, of the weights that drew a token.
 
-    Mean ratio, 1 where nothing has moved, and effective sample size of the ratios as they are: of truncated ones it is
-    always near 1.
+    Returns the mean ratio, which is 1 if nothing has moved, and the effective sample size of the untruncated ratios.
+    For truncated ratios it is always near 1.
     """
     ratio_T = pair.log_ratio_T.double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     oldest = int(max_over_ranks(torch.cat([ages_T, ages_T.new_zeros(1)]).max()))
-    of_age = [apply_mask(pair.mask_T, ages_T == age).double() for age in range(oldest + 1)]
-    columns = [torch.stack([each.sum(), (each * ratio_T).sum(), (each * ratio_T.square()).sum()]) for each in of_age]
+    age_masks = [apply_mask(pair.mask_T, ages_T == age).double() for age in range(oldest + 1)]
+    columns = [torch.stack([mask.sum(), (mask * ratio_T).sum(), (mask * ratio_T.square()).sum()]) for mask in age_masks]
     figures: dict[str, float] = {}
     for age, (count, total, squares) in enumerate(sum_over_ranks(torch.stack(columns)).tolist()):
         if count:
@@ -129,7 +129,7 @@ def staleness_metrics(
 def mismatch_metrics(
     pair: RolloutPair, sum_over_ranks: Reduce = identity, max_over_ranks: Reduce = identity
 ) -> dict[str, float]:
-    """Measure how far the engine is from the trainer, over the unmasked tokens (or rows that have any) of all ranks.
+    """Measure the difference between engine and trainer over the unmasked tokens (or rows that have any) of all ranks.
 
     Per token: `kl` = mean(-x), `k3_kl` = mean(exp(x) - x - 1), `chi2_token` = mean(exp(2x)) - 1, and |x|. Per row, with
     m the mean log-prob: perplexity exp(-m), and m_rollout - m_train. `chi2_seq` = mean(exp(2 sum_t x_t)) - 1.

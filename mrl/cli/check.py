@@ -1,4 +1,4 @@
-"""`mrl check CONFIG`: what would go wrong, before a run waits in a queue for it."""
+"""`mrl check CONFIG`: find what would go wrong before a run waits in a queue."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--hardware", help=f"{', '.join(HARDWARE)} (default: cluster.hardware, or {DEFAULT})")
     depth = parser.add_mutually_exclusive_group()
-    depth.add_argument("--offline", action="store_true", help="the configuration alone: no data, no cluster, no torch")
-    depth.add_argument("--all-rows", action="store_true", help="every row of the data, not some of each source")
+    depth.add_argument(
+        "--offline", action="store_true", help="check only the configuration: no data, no cluster, no torch"
+    )
+    depth.add_argument(
+        "--all-rows", action="store_true", help="check every row of the data, not a sample of each source"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a line per check; 2 if any fails."""
+    """Print one line for each check. Return 2 if any check fails."""
     resolved = load_one(arguments.config)
     counts: Counter[str] = Counter()
     for finding in findings(resolved, arguments):
@@ -41,9 +45,9 @@ def findings(resolved: Resolved[Any], arguments: argparse.Namespace) -> Iterator
     config = resolved.config
     yield from check_offline(resolved, arguments.hardware)
     if arguments.offline:
-        yield skip("data, machines", "--offline looks at the configuration alone")
+        yield skip("data, machines", "--offline checks only the configuration")
         return
-    # These load torch, Ray and what else a run needs.
+    # These load torch, Ray and everything else that a run needs.
     from mrl.preflight.data import check_data, check_models
     from mrl.preflight.machine import check_disk, check_machines, check_slurm
 

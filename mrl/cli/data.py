@@ -1,4 +1,4 @@
-"""`mrl data NAME OUT`: a published data set as the parquet files that presets name."""
+"""`mrl data NAME OUT`: write a published data set as the parquet files that presets expect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXAMPLE = "mrl data gsm8k data/gsm8k"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dataset", metavar="NAME", choices=PUBLISHED, help=", ".join(PUBLISHED))
-    parser.add_argument("out", metavar="OUT", type=Path, help="a directory, for train.parquet and test.parquet")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory for train.parquet and test.parquet")
     parser.add_argument(
         "--from",
         dest="files",
@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         default=[],
-        help="the data set's files, parquet or jsonl, instead of the hub's; names begin with train or test",
+        help="files to use instead of the hub's, parquet or jsonl; their names begin with train or test",
     )
     parser.add_argument(
-        "--sha256", metavar="FILE=HASH", nargs="+", type=_hash_of, default=[], help="what a file must have"
+        "--sha256", metavar="FILE=HASH", nargs="+", type=_hash_of, default=[], help="expected hash of a file"
     )
 
 
@@ -44,10 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         verdict = "the published file" if source.is_published else "not the published file, so only rows are counted"
         print(f"  {source.path}: sha256 {source.sha256}, {verdict}", flush=True)
     for target, part in prepare(dataset, sources, arguments.out).items():
-        of = f" of {part.num_read} rows" if part.num_read else f", the last of {sources[0].path.name}"
-        print(f"{target}: {len(part.exercises)} prompts{of}")
+        origin = f" of {part.num_read} rows" if part.num_read else f", the last of {sources[0].path.name}"
+        print(f"{target}: {len(part.exercises)} prompts{origin}")
         if part.num_repeated:
-            print(f"  left out {part.num_repeated}: a row before asks the same")
-        for what, rows in part.refused.items():
-            print(f"  refused {len(rows)}: {what} (the first: {rows[0]})")
+            print(f"  left out {part.num_repeated}: an earlier row asks the same question")
+        for reason, rows in part.refused.items():
+            print(f"  refused {len(rows)}: {reason} (the first: {rows[0]})")
     return 0

@@ -1,4 +1,4 @@
-"""`mrl env`: versions, devices, and what of the stack really works on this machine, for a person or a bug report."""
+"""`mrl env`: show versions, devices, and which parts of the stack work on this machine, for a bug report."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _PROBES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--timeout", type=float, default=120, metavar="SECONDS", help="for each import tried (default 120)"
+        "--timeout", type=float, default=120, metavar="SECONDS", help="time for each import test (default 120)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; what is missing is part of it, not a failure."""
+    """Print the report. A missing component is part of the report, not a failure."""
     report = redact(collect(arguments.timeout))
     if arguments.json:
         print(json.dumps(report, indent=2))
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 def collect(timeout_s: float) -> dict[str, Any]:
     with ThreadPoolExecutor() as threads:
         tried = threads.map(lambda code: failure(code, timeout_s), _PROBES.values())
-        usable = {name: {"usable": not why, "why": why} for name, why in zip(_PROBES, tried, strict=True)}
+        usable = {name: {"usable": not reason, "why": reason} for name, reason in zip(_PROBES, tried, strict=True)}
     return {
         "mrl": {"version": mrl.__version__, "revision": git_revision(Path(mrl.__file__).parent.parent)},
         "versions": versions(),
@@ -74,4 +74,4 @@ def describe(report: dict[str, Any]) -> Iterator[str]:
     yield from aligned((shown if devices["gpus"] else shown | {"GPUs": "none"}).items())
     yield "\nusable"
     usable = report["usable"].items()
-    yield from aligned((name, "yes" if found["usable"] else f"no: {found['why']}") for name, found in usable)
+    yield from aligned((name, "yes" if probe["usable"] else f"no: {probe['why']}") for name, probe in usable)

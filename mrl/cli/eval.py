@@ -1,4 +1,4 @@
-"""`mrl eval CONFIG | RUN | MODEL`: validation without training, at several temperatures and k."""
+"""`mrl eval CONFIG | RUN | MODEL`: validate without training, at several temperatures and k."""
 
 from __future__ import annotations
 
@@ -21,39 +21,43 @@ from mrl.events import EventLog
 
 EXAMPLE = "mrl eval runs/laptop-ppo --checkpoint best --temperatures 0,0.6,1 --k 1,8"
 _SAMPLING = ("greedy", "temperature", "top_p", "top_k", "samples_per_prompt")
-_MEASURED = [f"validation.{each}" for each in ("every=1", "best_metric=null", "keep_best=false", "save_samples=false")]
+_MEASURED = [
+    f"validation.{setting}" for setting in ("every=1", "best_metric=null", "keep_best=false", "save_samples=false")
+]
 _GREEDY = ["greedy=true", "samples_per_prompt=1", "k=[]", "temperature=1", "top_p=1", "top_k=0"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "a YAML file, the directory of a run, or that of a model (with --config)"
-    parser.add_argument("what", metavar="CONFIG | RUN | MODEL", help=what)
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values that replace those of the file")
-    parser.add_argument("--config", metavar="CONFIG", help="what a model is measured on and how")
-    parser.add_argument("--checkpoint", metavar="latest | best | STEP", help="of a run (default latest)")
-    parser.add_argument("--temperatures", metavar="0,0.6,1", help="0 is greedy; default: as validation has it")
-    parser.add_argument("--k", metavar="1,8", help="for pass@k and maj@k; as many samples are drawn as the largest")
+    described = "a YAML file, the directory of a run, or the directory of a model (with --config)"
+    parser.add_argument("what", metavar="CONFIG | RUN | MODEL", help=described)
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values that override those of the file")
+    parser.add_argument("--config", metavar="CONFIG", help="configuration to evaluate a model with")
+    parser.add_argument("--checkpoint", metavar="latest | best | STEP", help="checkpoint of a run (default latest)")
     parser.add_argument(
-        "--output", metavar="FILE", help="(default eval.json, in the directory of a run where it is one)"
+        "--temperatures", metavar="0,0.6,1", help="0 is greedy; default: the temperature in section validation"
     )
+    parser.add_argument("--k", metavar="1,8", help="k of pass@k and maj@k; the largest is the number of samples")
+    parser.add_argument("--output", metavar="FILE", help="(default eval.json, in the run directory if there is one)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    what = Path(arguments.what)
-    of_run = (what / "config.yaml").is_file()
-    file, given = _source(arguments, of_run)
-    chosen = [load_config(file, [*given, *each]) for each in _choices(arguments)]
-    output = Path(arguments.output) if arguments.output else what / "eval.json" if of_run else Path("eval.json")
+    target = Path(arguments.what)
+    is_run = (target / "config.yaml").is_file()
+    file, shared = _source(arguments, is_run)
+    chosen = [load_config(file, [*shared, *choice]) for choice in _choices(arguments)]
+    output = Path(arguments.output) if arguments.output else target / "eval.json" if is_run else Path("eval.json")
     _check_writable(output)
     with _private_directory(Path(chosen[0].config.run.dir)) as directory:
-        model, checkpoint = directory / "model" if of_run else None, None
+        model, checkpoint = directory / "model" if is_run else None, None
         if model is not None:
-            checkpoint, _ = export_role(chosen[0].config, what, arguments.checkpoint or "latest", "actor", None, model)
+            checkpoint, _ = export_role(
+                chosen[0].config, target, arguments.checkpoint or "latest", "actor", None, model
+            )
         figures = _evaluate(chosen, directory, model)
     results = []
-    for each, found in zip(chosen, figures, strict=True):
-        sampling = {name: getattr(each.config.validation, name) for name in _SAMPLING}
-        results.append({"sampling": sampling, "figures": found})
+    for resolved, measured in zip(chosen, figures, strict=True):
+        sampling = {name: getattr(resolved.config.validation, name) for name in _SAMPLING}
+        results.append({"sampling": sampling, "figures": measured})
     report = {"model": arguments.what, "checkpoint": checkpoint, "results": results}
     output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print("\n".join(aligned(_table(results))))
@@ -62,29 +66,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_writable(output: Path) -> None:
-    """Refuse a file that cannot be written, before anything is measured for it."""
+    """Check that the output file can be written, before the evaluation starts."""
     try:
         with output.open("ab"):
             pass
     except OSError as error:
-        fix = "--output FILE, in a directory that exists and where you may write"
-        raise SetupError(f"the figures cannot be written: {error.strerror}", where=str(output), fix=fix) from error
+        fix = "--output FILE in an existing directory that you can write to"
+        raise SetupError(f"cannot write the metrics: {error.strerror}", where=str(output), fix=fix) from error
     if not output.stat().st_size:
         output.unlink()
 
 
-def _source(arguments: argparse.Namespace, of_run: bool) -> tuple[str, list[str]]:
-    """Return the configuration file, and the overrides that hold for all that is measured."""
-    given, where = [*arguments.overrides, *_MEASURED], arguments.what
-    if arguments.checkpoint and not of_run:
-        raise SetupError(f"--checkpoint is of a run, and {where} is none")
-    if of_run or not Path(where).is_dir():
+def _source(arguments: argparse.Namespace, is_run: bool) -> tuple[str, list[str]]:
+    """Return the configuration file, and the overrides for all evaluations."""
+    shared, where = [*arguments.overrides, *_MEASURED], arguments.what
+    if arguments.checkpoint and not is_run:
+        raise SetupError(f"--checkpoint needs a run, but {where} is not a run")
+    if is_run or not Path(where).is_dir():
         if arguments.config:
-            raise SetupError(f"--config is for a model, and {where} brings its own")
-        return (str(Path(where, "config.yaml")) if of_run else where), given
+            raise SetupError(f"--config is only for a model, but {where} has its own configuration")
+        return (str(Path(where, "config.yaml")) if is_run else where), shared
     if not arguments.config:
-        raise SetupError(f"{where} does not say what it is to be measured on", fix="--config CONFIG")
-    return arguments.config, [*given, f"model.path={json.dumps(where)}"]
+        raise SetupError(f"{where} is a model without a configuration to evaluate it with", fix="--config CONFIG")
+    return arguments.config, [*shared, f"model.path={json.dumps(where)}"]
 
 
 def _choices(arguments: argparse.Namespace) -> Iterator[list[str]]:
@@ -92,19 +96,19 @@ def _choices(arguments: argparse.Namespace) -> Iterator[list[str]]:
     several = [f"k={ks}", f"samples_per_prompt={max(ks)}"] if ks else []
     for temperature in _numbers("--temperatures", arguments.temperatures, float) or [None]:
         sampled = [] if temperature is None else ["greedy=false", f"temperature={temperature}"]
-        yield [f"validation.{each}" for each in (_GREEDY if temperature == 0 else [*several, *sampled])]
+        yield [f"validation.{setting}" for setting in (_GREEDY if temperature == 0 else [*several, *sampled])]
 
 
 def _numbers(name: str, text: str | None, kind: type[float]) -> list[Any]:
     try:
-        return [kind(each) for each in text.split(",")] if text else []
+        return [kind(number) for number in text.split(",")] if text else []
     except ValueError as error:
-        raise SetupError(f'{name} "{text}" is no list of numbers', fix=f"{name} 1,8") from error
+        raise SetupError(f'{name} "{text}" is not a list of numbers', fix=f"{name} 1,8") from error
 
 
 @contextmanager
 def _private_directory(runs: Path) -> Iterator[Path]:
-    """A private directory where every node sees it; where something failed its logs stay."""
+    """Make a private directory that every node can see. Remove it at the end, but keep logs if something failed."""
     runs.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix=".eval-", dir=runs))
     (directory / "logs").mkdir(mode=0o700)
@@ -119,7 +123,7 @@ def _private_directory(runs: Path) -> Iterator[Path]:
 
 
 def _evaluate(chosen: Sequence[Resolved[Config]], directory: Path, model: Path | None) -> list[dict[str, float]]:
-    # These load torch and Ray, which a wrong configuration need not wait for.
+    # These load torch and Ray. A wrong configuration fails before.
     from mrl.trainer.evaluation import evaluate
 
     if model is not None:
@@ -128,26 +132,26 @@ def _evaluate(chosen: Sequence[Resolved[Config]], directory: Path, model: Path |
         config = settle_models(chosen[0]).config
     events = EventLog(directory / "events.jsonl")
     try:
-        settings = [each.config.validation for each in chosen]
+        settings = [resolved.config.validation for resolved in chosen]
         return evaluate(config, settings, directory, events, lambda text: print(text, file=sys.stderr))
     finally:
         events.close()
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yield a row for each temperature and source, and a column for each figure."""
-    columns = list(dict.fromkeys(_figure(name) for each in results for name in each["figures"]))
+    """Yield a row for each temperature and source, with a column for each metric."""
+    columns = list(dict.fromkeys(_figure(name) for result in results for name in result["figures"]))
     yield ["temperature", "source", *columns]
-    for each in results:
-        sampling = each["sampling"]
-        sources = dict.fromkeys(name[: -len(_figure(name)) - 1] for name in each["figures"])
+    for result in results:
+        sampling = result["sampling"]
+        sources = dict.fromkeys(name[: -len(_figure(name)) - 1] for name in result["figures"])
         for source in sources:
-            cells = [each["figures"].get(f"{source}/{column}") for column in columns]
+            cells = [result["figures"].get(f"{source}/{column}") for column in columns]
             shown = ["-" if cell is None else f"{cell:.4g}" for cell in cells]
             temperature = "greedy" if sampling["greedy"] else f"{sampling['temperature']:g}"
             yield [temperature, source.removeprefix("val").removeprefix("/") or "all", *shown]
 
 
 def _figure(name: str) -> str:
-    """Return the figure in `val/SOURCE/score/mean@4`; a source may have slashes too."""
+    """Return the metric of `val/SOURCE/score/mean@4`. The source may also contain slashes."""
     return name.rpartition("/")[2] if name.endswith("/prompts") else "/".join(name.rsplit("/", 2)[1:])

@@ -1,4 +1,4 @@
-"""`mrl explain`: what a configuration means in numbers: batch arithmetic, and which rank is where in each layout."""
+"""`mrl explain`: show the numbers that follow from a configuration: batch arithmetic, and the ranks of each layout."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, SftBatchConfig
 
 EXAMPLE = "mrl explain configs/laptop-ppo.yaml actor.parallel.tp=1"
-_MAX_TABLE_RANKS = 16  # with more ranks, those of a node share a line
+_MAX_TABLE_RANKS = 16  # with more ranks, those of one node share a line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--all-ranks", action="store_true", help="one line per rank however many there are")
+    parser.add_argument("--all-ranks", action="store_true", help="one line per rank, for any number of ranks")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +54,7 @@ def explain(resolved: Resolved[Any], *, all_ranks: bool) -> Iterator[str]:
             lines += ["", *_environment(name, config)]
         if config.judge is not None:
             devices, tp = role_devices(config, JUDGE), config.judge.tp
-            lines += ["", f"judge: {devices // tp} engines of tp {tp} on {devices} devices of their own"]
+            lines += ["", f"judge: {devices // tp} engines with tp {tp} on its own {devices} devices"]
     if resolved.warnings:
         lines += ["", "Not checked:", *(f"  - {warning}" for warning in resolved.warnings)]
     for line in lines:
@@ -96,16 +96,16 @@ def _placement(config: AnyConfig) -> Iterator[str]:
     yield f"Devices: {cluster.nodes} x {cluster.devices_per_node} = {present} {kind}, {placed} of them in pools"
     yield from aligned((pool, str(size), _who(config, pool)) for pool, size in pools.items())
     if isinstance(config, DpoConfig) and config.preference.reference == "once":
-        yield "  The reference has no weights of its own (preference.reference: once): its log-probs are computed"
-        yield "  before the first update, 4 bytes a response token in the run directory and in the driver's memory."
+        yield "  The reference has no separate weights (preference.reference: once): its log-probs are computed"
+        yield "  before the first update, 4 bytes per response token in the run directory and in the driver's memory."
     if cluster.nodes > 1:
-        yield "  Below, nodes are counted within each pool; Ray names them when the run starts."
+        yield "  Nodes below are numbered within each pool; Ray assigns them when the run starts."
 
 
 def _who(config: AnyConfig, pool: str) -> str:
-    """Return the roles of a pool with those that live in their processes or beside them."""
+    """Return the roles of a pool, with the roles that share its processes or devices."""
     names = []
-    for role in (role for role, of in config.placement.roles.items() if of == pool):
+    for role in (role for role, other in config.placement.roles.items() if other == pool):
         names.append(role)
         if role == "actor" and isinstance(config, Config):
             names += [] if "rollout" in config.placement.roles else ["rollout"]
@@ -129,9 +129,9 @@ def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[st
     has_experts = mesh.ep > 1 or mesh.etp > 1
     yield f"{role}: {layout}{chunks}{sequence}{experts if has_experts else ''}"
     if role == "actor" and isinstance(config, Config) and has_reference(config):
-        yield "  The reference model is this role's frozen copy: same processes, same layout."
+        yield "  The reference model is a frozen copy of this role: same processes, same layout."
     if role not in config.trained_roles():
-        yield "  It is frozen: it scores whole steps."
+        yield "  It is frozen, and scores whole steps."
     room, of_rank = share.tokens_per_micro_batch, share.samples_per_rank
     capacity = f"max_tokens_per_device {model.max_tokens_per_device} x cp {mesh.cp}"
     needed = f"{of_rank} / floor({room} / longest sample {share.longest_sample_tokens}), rounded up"
@@ -150,7 +150,7 @@ def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[st
 def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
     devices, tp = rollout_devices(config), config.rollout.tp
     whose = "their own" if has_own_rollout_pool(config) else "the actor's"
-    yield f"rollout: {num_engines(config)} engines of tp {tp} on {whose} {devices} devices"
+    yield f"rollout: {num_engines(config)} engines with tp {tp} on {whose} {devices} devices"
     ranks = [{"engine": rank // tp, "tp": rank % tp} for rank in range(devices)]
     yield from _table(ranks, config.cluster.devices_per_node, all_ranks=all_ranks)
 
@@ -158,19 +158,20 @@ def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
 def _asynchrony(config: Config) -> Iterator[str]:
     asynchrony, samples, rollout = config.asynchrony, samples_per_step(config.batch), config.rollout
     ahead, batches = f"ahead {asynchrony.ahead}", 1
-    under_way = "a batch is whole before the next begins"
+    under_way = "each batch is finished before the next begins"
     if asynchrony.weights == "in_flight":
         batches, under_way = asynchrony.ahead + 1, f"the step's batch and {ahead}"
-    of_prompt, of_response = 4, 12 + bool(config.agent.environments)  # an id; an id, log-prob and version, and a mask
+    # prompt: an id; response: an id, log-prob and version, and perhaps a mask
+    of_prompt, of_response = 4, 12 + bool(config.agent.environments)
     prompt, response = rollout.max_prompt_tokens, rollout.max_response_tokens
-    each = f"{of_prompt} x max_prompt_tokens {prompt} + {of_response} x max_response_tokens {response}, each"
+    size = f"{of_prompt} x max_prompt_tokens {prompt} + {of_response} x max_response_tokens {response}, each"
     kept = asynchrony.ahead * samples
     mib = kept * (of_prompt * prompt + of_response * response) / 2**20
     rows = [
         ("age of a token, at most", "updates that the weights are behind", f"{asynchrony.ahead}"),
-        ("samples under way, at most", f"samples per step {samples}; {under_way}", f"{batches * samples}"),
-        ("samples in a checkpoint, at most", f"{ahead} x samples per step {samples}, not trained yet", f"{kept}"),
-        ("which take, texts aside", each, f"{mib:,.1f} MiB"),
+        ("running samples, at most", f"samples per step {samples}; {under_way}", f"{batches * samples}"),
+        ("samples in a checkpoint, at most", f"{ahead} x samples per step {samples}, not yet trained", f"{kept}"),
+        ("size, without texts", size, f"{mib:,.1f} MiB"),
     ]
     yield f"asynchrony: {ahead}, weights {asynchrony.weights}"
     yield from aligned(rows)
@@ -180,10 +181,10 @@ def _environment(name: str, config: Config) -> Iterator[str]:
     environment, room = config.agent.environments[name], config.rollout.max_response_tokens
     turn, observation = environment.max_turn_tokens, environment.max_observation_tokens
     full = environment.full_turns(room)
-    share = f"no limit of its own: all share max_response_tokens {room}"
+    share = f"no separate limit: all share max_response_tokens {room}"
     rows = [
-        ("data sources", ", ".join(environment.sources or ["every one that none before takes"])),
-        ("turns, at most", f"max_turns {environment.max_turns}, the answer among them"),
+        ("data sources", ", ".join(environment.sources or ["all that no earlier environment handles"])),
+        ("turns, at most", f"max_turns {environment.max_turns}, including the answer"),
         ("longest turn", share if turn is None else f"max_turn_tokens {turn}"),
         ("longest answer to one", share if observation is None else f"max_observation_tokens {observation}"),
     ]
@@ -193,15 +194,15 @@ def _environment(name: str, config: Config) -> Iterator[str]:
         rows.append(("full turns that fit", fit + less))
     scored_by = [f"{label} x {function.weight:g}" for label, function in config.reward.functions.items()]
     scored_by += [f"{role} x {model.weight:g}" for role, model in config.scoring_models().items()]
-    if environment.name not in ENVIRONMENTS:  # those of mrl leave that to functions
-        scored_by.insert(0, f"what it gives itself x {environment.weight:g}")
+    if environment.name not in ENVIRONMENTS:  # the scores of built-in environments come from functions
+        scored_by.insert(0, f"its own score x {environment.weight:g}")
     rows.append(("score", " + ".join(scored_by)))
-    yield f"environment {name}: {environment.name}, where the model writes {environment.format}"
+    yield f"environment {name}: {environment.name}, in which the model writes {environment.format}"
     yield from aligned(rows)
 
 
 def _table(places: Sequence[dict[str, int]], here: int, *, all_ranks: bool) -> Iterator[str]:
-    """Yield one line per rank, or per node where that would be long; nodes are counted within the pool."""
+    """Yield one line per rank, or per node if there are many ranks. Nodes are numbered within the pool."""
     ranks = [{"rank": rank, "node": rank // here, "device": rank % here, **at} for rank, at in enumerate(places)]
     of_line = here if len(ranks) > _MAX_TABLE_RANKS and not all_ranks else 1
     groups = [ranks[begin : begin + of_line] for begin in range(0, len(ranks), of_line)]

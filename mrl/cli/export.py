@@ -1,4 +1,4 @@
-"""`mrl export RUN OUT`: a checkpoint of a run as a model directory that transformers and vLLM load."""
+"""`mrl export RUN OUT`: write a checkpoint of a run as a model directory for transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ EXAMPLE = "mrl export runs/laptop-ppo my-model --checkpoint best"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the directory of a run, whether it has ended or not")
-    parser.add_argument("out", metavar="OUT", help="the model directory to be made")
+    parser.add_argument("run", metavar="RUN", help="the directory of a run, ended or still running")
+    parser.add_argument("out", metavar="OUT", help="the model directory to create")
     parser.add_argument("--checkpoint", default="latest", metavar="latest | best | STEP", help="(default latest)")
-    parser.add_argument("--role", choices=("actor", "critic"), default="actor", help="whose model (default actor)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights; default: as trained")
+    parser.add_argument(
+        "--role", choices=("actor", "critic"), default="actor", help="role whose model to export (default actor)"
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="type of the weights; default: as trained")
 
 
 def run(arguments: argparse.Namespace) -> int:
     directory = Path(arguments.run)
     if not (directory / "config.yaml").is_file():
-        raise SetupError(f"{directory} is not the directory of a run: it lacks config.yaml")
+        raise SetupError(f"{directory} is not the directory of a run: it has no config.yaml")
     config = load_any_config(str(directory / "config.yaml")).config
     role, dtype, out = arguments.role, arguments.dtype, Path(arguments.out)
     step, number = export_role(config, directory, arguments.checkpoint, role, dtype, out)
@@ -36,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 def export_role(
     config: AnyConfig, directory: Path, which: str, role: str, dtype: str | None, out: Path
 ) -> tuple[str, int]:
-    """Write a role's model as it was at a checkpoint of a run; the checkpoint's name, and the number of tensors."""
+    """Write a role's model from a checkpoint of a run. Return the checkpoint's name and the number of tensors."""
     roles = config.trained_roles()
     if role not in roles:
         raise SetupError(f"this run has no {role}", where=str(directory))
@@ -45,18 +47,20 @@ def export_role(
     from mrl.models.table import Head
     from mrl.trainer.checkpoints import find_checkpoint
 
-    found = find_checkpoint(directory / "checkpoints", which)
+    checkpoint = find_checkpoint(directory / "checkpoints", which)
     name = config.model_of(role)[1]
-    source = local_files(name) or model_directory(name, download=True)  # of a snapshot, its weights are not needed
+    source = local_files(name) or model_directory(name, download=True)  # the weights of a hub snapshot are not needed
     head: Head = "score" if role != "actor" or isinstance(config, RmConfig) else "lm"
     try:
-        number = export_checkpoint(found / role, source, head, torch_dtype(dtype or roles[role].dtype), out)
+        number = export_checkpoint(checkpoint / role, source, head, torch_dtype(dtype or roles[role].dtype), out)
     except (EngineError, OSError) as error:
-        if found.is_dir() and isinstance(error, OSError):
-            where, fix = str(error.filename or out), "choose an OUT where you may write and that has room"
-            raise SetupError(f"the model cannot be exported: {error.strerror}", where=where, fix=fix) from error
-        if found.is_dir():
+        if checkpoint.is_dir() and isinstance(error, OSError):
+            where, fix = str(error.filename or out), "choose an OUT that you can write to, with enough free space"
+            raise SetupError(f"cannot export the model: {error.strerror}", where=where, fix=fix) from error
+        if checkpoint.is_dir():
             raise
-        what = "the run that goes on has removed this checkpoint meanwhile"
-        raise SetupError(what, where=str(found), fix="--checkpoint latest or best; a larger training.keep") from error
-    return found.name, number
+        what = "the run, which is still running, has removed this checkpoint"
+        raise SetupError(
+            what, where=str(checkpoint), fix="--checkpoint latest or best; a larger training.keep"
+        ) from error
+    return checkpoint.name, number

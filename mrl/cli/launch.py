@@ -29,17 +29,19 @@ _SBATCH_LIMIT_S = 60
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_subparsers(dest="where", required=True, metavar="slurm | ray")
     slurm = where.add_parser("slurm", help="write a batch script, and submit it")
-    slurm.add_argument("--cluster", default="cluster.yaml", metavar="FILE", help="the site (default cluster.yaml)")
-    slurm.add_argument("--submit", action="store_true", help="hand it to sbatch")
-    ray = where.add_parser("ray", help="submit a job to a Ray cluster that is up")
-    ray.add_argument("--address", required=True, help="of its dashboard (http://127.0.0.1:8265)")
-    ray.add_argument("--ship", action="append", default=[], metavar="PATH", help="more of your own code")
-    ray.add_argument("--no-wait", action="store_true", help="leave once it is submitted")
-    for each in (slurm, ray):
+    slurm.add_argument(
+        "--cluster", default="cluster.yaml", metavar="FILE", help="description of the site (default cluster.yaml)"
+    )
+    slurm.add_argument("--submit", action="store_true", help="submit it with sbatch")
+    ray = where.add_parser("ray", help="submit a job to a running Ray cluster")
+    ray.add_argument("--address", required=True, help="address of its dashboard (http://127.0.0.1:8265)")
+    ray.add_argument("--ship", action="append", default=[], metavar="PATH", help="ship more of your own code")
+    ray.add_argument("--no-wait", action="store_true", help="exit once the job is submitted")
+    for parser in (slurm, ray):
         verbs = ("train", "check")
-        each.add_argument("--verb", choices=verbs, default="train", help="check: look at all nodes only")
-        add_config(each)
-        each.add_argument("--dry-run", action="store_true", help="print everything, write and start nothing")
+        parser.add_argument("--verb", choices=verbs, default="train", help="check: only check all nodes")
+        add_config(parser)
+        parser.add_argument("--dry-run", action="store_true", help="print everything, but write and start nothing")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,9 +70,9 @@ def _slurm(arguments: argparse.Namespace, resolved: Resolved[Any], overrides: li
     if not arguments.submit:
         print(f"submit it with: {shlex.join(command)}")
         return 0
-    for name, wanted in site.pass_on.items():
-        if wanted and name not in os.environ:
-            raise SetupError(f"{name} is not set here", where=f"{arguments.cluster}: pass_on", fix="export it")
+    for name, is_needed in site.pass_on.items():
+        if is_needed and name not in os.environ:
+            raise SetupError(f"{name} is not set", where=f"{arguments.cluster}: pass_on", fix=f"export {name}")
     number = _sbatch(command)
     print(f"job {number}; its logs are in {job.files}/latest once it runs")
     return 0
@@ -80,9 +82,9 @@ def _sbatch(command: list[str]) -> str:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_SBATCH_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SetupError(f"sbatch: {error}", fix="submit it where Slurm is") from error
+        raise SetupError(f"sbatch: {error}", fix="submit it on a machine with Slurm") from error
     if answer.returncode:
-        raise SetupError(f"sbatch refuses: {answer.stderr.strip()}", fix="mend the cluster file")
+        raise SetupError(f"sbatch failed: {answer.stderr.strip()}", fix="correct the cluster file")
     return answer.stdout.strip().partition(";")[0]
 
 
@@ -104,7 +106,7 @@ def _travels(job: RayJob) -> Iterator[str]:
     if job.environment:
         yield f"variables: {', '.join(job.environment)}"
     for name in job.missing:
-        yield f"not shipped, as it is secret: {name}; it must be set where Ray runs"
+        yield f"not shipped, because it is secret: {name}; set it where Ray runs"
 
 
 def _show(resolved: Resolved[Any], parts: list[str]) -> None:

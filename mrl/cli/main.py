@@ -1,8 +1,8 @@
 """The `mrl` command: finds the verb, loads its module, and turns errors into messages and exit codes.
 
-A verb is a module with `EXAMPLE` (one line to copy), `add_arguments(parser)` and `run(arguments) -> exit code`;
-where it serves several, `arguments.called_as` is the one at hand.
-Only the module of the verb at hand is loaded, so help and the light verbs answer at once on a login node.
+A verb is a module with `EXAMPLE` (one line to copy), `add_arguments(parser)` and `run(arguments) -> exit code`. If a
+module serves several verbs, `arguments.called_as` is the current one. Only the module of the current verb is loaded, so
+help and light verbs answer at once on a login node.
 """
 
 from __future__ import annotations
@@ -24,49 +24,50 @@ from mrl.redaction import redact_text
 
 VERBS = {
     "show": ("mrl.cli.show", "print the resolved configuration, how a run ended, the difference of two, or the schema"),
-    "explain": ("mrl.cli.explain", "say what a configuration means: batch arithmetic, which rank is where"),
-    "data": ("mrl.cli.data", "make a published data set into the files that presets name"),
-    "check": ("mrl.cli.check", "look at everything that a run needs before it starts"),
-    "plan": ("mrl.cli.plan", "say whether a configuration fits, what it takes, and how long a step is"),
+    "explain": ("mrl.cli.explain", "show the numbers of a configuration: batch arithmetic, ranks of each layout"),
+    "data": ("mrl.cli.data", "write a published data set as the files that presets expect"),
+    "check": ("mrl.cli.check", "check everything that a run needs before it starts"),
+    "plan": ("mrl.cli.plan", "show whether a configuration fits, its memory, and the time of a step"),
     "verify": ("mrl.cli.verify", "compare the layouts of a configuration with one rank and with transformers"),
-    "env": ("mrl.cli.env", "list versions and devices, and what of the stack works on this machine"),
-    "train": ("mrl.cli.train", "train a model as a configuration says"),
+    "env": ("mrl.cli.env", "list versions and devices, and which parts of the stack work on this machine"),
+    "train": ("mrl.cli.train", "train a model with a configuration"),
     "sft": ("mrl.cli.sft", "train a model on prompts and their answers"),
-    "rm": ("mrl.cli.sft", "train a reward model on responses of which one was preferred"),
-    "dpo": ("mrl.cli.sft", "train a policy on responses of which one was preferred, without a reward model"),
-    "eval": ("mrl.cli.eval", "measure a model, or a checkpoint of a run, as validation does, without training"),
+    "rm": ("mrl.cli.sft", "train a reward model on pairs of preferred and rejected responses"),
+    "dpo": ("mrl.cli.sft", "train a policy on pairs of preferred and rejected responses, without a reward model"),
+    "eval": ("mrl.cli.eval", "validate a model, or a checkpoint of a run, without training"),
     "launch": ("mrl.cli.launch", "start a run on a cluster, through Slurm or as a Ray job"),
     "export": ("mrl.cli.export", "write a checkpoint of a run as a model that transformers and vLLM load"),
-    "report": ("mrl.cli.report", "write what a run did as one HTML file"),
-    "retriever": ("mrl.cli.retriever", "answer searches in a file of passages, for agents that search"),
-    "demo": ("mrl.cli.demo", "train a small model on this machine, to see it work"),
+    "report": ("mrl.cli.report", "write a report of a run as one HTML file"),
+    "retriever": ("mrl.cli.retriever", "serve searches in a file of passages, for search agents"),
+    "demo": ("mrl.cli.demo", "train a small model on this machine as a demonstration"),
 }
 QUICK_START = """\
-mrl trains large language models with reinforcement learning. Begin with:
-  mrl env                  what works on this machine
-  mrl show --schema        every key of a configuration, and what it means
-  mrl --help               all verbs; mrl VERB --help for one of them
+mrl trains large language models with reinforcement learning. Start with:
+  mrl env                  which parts work on this machine
+  mrl show --schema        every key of a configuration with its meaning
+  mrl --help               all verbs; mrl VERB --help for a single one
 """
-EXIT_USAGE, EXIT_PIPE_CLOSED = 2, 141  # the last as a shell reports SIGPIPE
+EXIT_USAGE, EXIT_PIPE_CLOSED = 2, 141  # 141 is what a shell reports for SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show it is told by number
+    for stream in (sys.stdout, sys.stderr):  # escape characters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         with on_interrupt(lambda: "interrupted"), harmless_dropped():
             code = _run(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()  # here, so that a reader who went away is noticed here too
+        sys.stdout.flush()  # flush here, so that a closed pipe is noticed here
         return code
     except MrlError as error:
         print(redact_text(str(error)), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # else one more would end it by the signal, on its way out
+        # another Ctrl-C would end the process by the signal while it exits
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes once more on its way out; that must not fail as well.
+        # The interpreter flushes again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE_CLOSED
 
@@ -77,7 +78,7 @@ def _run(argv: list[str]) -> int:
         return 0
     name, *rest = argv
     if name.startswith("-"):
-        _top_parser().parse_args(argv)  # --help and --version leave from here, anything else is an error
+        _top_parser().parse_args(argv)  # --help and --version exit here; anything else is an error
     if name not in VERBS:
         print(f'mrl: unknown verb "{name}"; {did_you_mean(name, VERBS)}', file=sys.stderr)
         return EXIT_USAGE
@@ -91,7 +92,7 @@ def _run(argv: list[str]) -> int:
     )
     parser.set_defaults(called_as=name)
     verb.add_arguments(parser)
-    # Flags may stand between overrides, but argparse cannot do that for a verb with verbs of its own.
+    # Flags may come between overrides, but argparse does not support that for a verb with subverbs.
     parse = parser.parse_args if hasattr(verb, "SUBVERBS") else parser.parse_intermixed_args
     code: int = verb.run(parse(rest))
     return code

@@ -1,4 +1,4 @@
-"""`mrl plan`: whether a configuration fits, what it takes, and how long a step is, before anything is started."""
+"""`mrl plan`: show whether a configuration fits, its memory, and the time of a step, without starting anything."""
 
 from __future__ import annotations
 
@@ -30,17 +30,23 @@ _DOES_NOT_FIT = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--hardware", help=f"{', '.join(HARDWARE)} (default: cluster.hardware, or {DEFAULT})")
-    parser.add_argument("--model", help="whose sizes to take: a directory, or a published model; default: model.path")
-    parser.add_argument("--mean-prompt", type=float, metavar="TOKENS", help="mean length; default: half of the longest")
-    parser.add_argument("--mean-response", type=float, metavar="TOKENS", help="the same of responses")
-    parser.add_argument("--verbose", action="store_true", help="where every number comes from")
-    parser.add_argument("--search", action="store_true", help="look for the fastest placements and layouts that fit")
-    parser.add_argument("--nodes", type=int, help="with --search: on so many machines")
-    parser.add_argument("--devices-per-node", type=int, metavar="N", help="with --search: of so many devices")
+    parser.add_argument(
+        "--model", help="model whose sizes to use: a directory, or a published model; default: model.path"
+    )
+    parser.add_argument(
+        "--mean-prompt", type=float, metavar="TOKENS", help="mean prompt length; default: half of the longest"
+    )
+    parser.add_argument(
+        "--mean-response", type=float, metavar="TOKENS", help="mean response length; default: half of the longest"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show the origin of every number")
+    parser.add_argument("--search", action="store_true", help="search for the fastest placements and layouts that fit")
+    parser.add_argument("--nodes", type=int, help="with --search: number of machines")
+    parser.add_argument("--devices-per-node", type=int, metavar="N", help="with --search: devices per machine")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; return 2 where it does not fit."""
+    """Print the plan. Return 2 if it does not fit."""
     resolved = load_one(arguments.config)
     path = resolved.path
     if resolved.config.cluster.device == "cpu" and not arguments.search:
@@ -51,12 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
     means = assumed_lengths(resolved.config)
     lengths = Lengths(arguments.mean_prompt or means.prompt, arguments.mean_response or means.response)
     device, plan = subject.hardware, plan_memory(subject)
-    lines = [f"{path} on {device.name}, {gib(device.memory_bytes)} a device (--hardware for others)"]
+    lines = [f"{path} on {device.name}, {gib(device.memory_bytes)} per device (--hardware to change)"]
     if arguments.search:
         lines += ["", *_search(subject, lengths, arguments.nodes, arguments.devices_per_node)]
     elif arguments.nodes or arguments.devices_per_node:
-        flags = "--nodes and --devices-per-node are for --search"
-        raise ConfigError([Problem("command line", "", flags, "cluster.nodes=... and placement.pools for a plan")])
+        flags = "--nodes and --devices-per-node need --search"
+        raise ConfigError(
+            [Problem("command line", "", flags, "to plan other devices, set cluster.nodes and placement.pools")]
+        )
     else:
         lines += ["", *_memory(subject, plan, verbose=arguments.verbose)]
         lines += [] if plan.shortages else ["", *_time(subject, lengths, verbose=arguments.verbose)]
@@ -64,64 +72,64 @@ def run(arguments: argparse.Namespace) -> int:
             lines += ["", *_asynchrony(subject, lengths)]
         lines += ["", *_verdict(subject, plan)]
     if notes := list(not_modeled(subject.config)):
-        lines += ["", f"Not counted: {', '.join(notes)}"]
+        lines += ["", f"Not included: {', '.join(notes)}"]
     for line in lines:
         print(resolved.secrets.hide(line).rstrip())
     return _DOES_NOT_FIT if plan.shortages and not arguments.search else 0
 
 
 def _sft(resolved: Resolved[SftConfig], arguments: argparse.Namespace) -> int:
-    """Print the memory of supervised training on GPUs; its time is not planned, nor is anything searched."""
+    """Print the memory of supervised training on GPUs. Its time is not planned, and no search is supported."""
     if arguments.search or arguments.nodes or arguments.devices_per_node:
         what = "--search, --nodes and --devices-per-node are for configurations of `mrl train`"
         raise ConfigError([Problem("command line", "", what, f"mrl plan {resolved.path}")])
     subject = make_plan_input(resolved, arguments.hardware, arguments.model)
     device, phase = subject.hardware, update_phase(subject)
     left = device.memory_bytes - phase.num_bytes
-    print(f"{resolved.path} on {device.name}, {gib(device.memory_bytes)} a device (--hardware for others)\n")
+    print(f"{resolved.path} on {device.name}, {gib(device.memory_bytes)} per device (--hardware to change)\n")
     print("Memory of the fullest device, in an update:")
     rows = [(item.what, gib(item.num_bytes), item.origin if arguments.verbose else "") for item in phase.items]
-    print("\n".join(aligned([*rows, ("together", gib(phase.num_bytes), "")])))
+    print("\n".join(aligned([*rows, ("total", gib(phase.num_bytes), "")])))
     if host := reference_host_bytes(subject):
-        print(f"Host: {gib(host)} on each machine: the reference's weights, and room for the policy's (in_place).")
+        print(f"Host: {gib(host)} on each machine: the reference's weights, and space for the policy's (in_place).")
     elif isinstance(resolved.config, DpoConfig):
-        print("Host: no weights of a reference.")
-    print(f"\nIt {'fits, and leaves' if left >= 0 else 'does not fit, and lacks'} {gib(abs(left))}.")
+        print("Host: no reference weights.")
+    print(f"\nIt {'fits: free' if left >= 0 else 'does not fit: missing'} {gib(abs(left))}.")
     if left < 0:
-        print(f"It would take {SFT_ADVICE}.")
+        print(f"To make it fit, set {SFT_ADVICE}.")
     return 0 if left >= 0 else _DOES_NOT_FIT
 
 
 def _machine(path: str, config: AnyConfig, model: str | None) -> int:
-    """Print the memory of a machine whose devices are CPU slots; nothing is known of its time."""
+    """Print the memory of a machine whose devices are CPU slots. Its time is not planned."""
     usable = usable_memory_bytes()
     subject = machine_plan_input(config, usable, model)
     plan = plan_machine(subject)
     print(f"{path} on CPU slots of this machine, {gib(usable)} before Ray's memory monitor ends processes\n")
     rows = [("process", "number", "each", "in its phase, at most")]
-    rows += [(each.name, str(each.count), gib(each.held), gib(each.most)) for each in plan.processes]
+    rows += [(process.name, str(process.count), gib(process.held), gib(process.most)) for process in plan.processes]
     print("\n".join(aligned(rows)))
-    print(f"Together {gib(plan.min_bytes)} to {gib(plan.max_bytes)}, most in the phase of the {plan.fullest}.\n")
+    print(f"Total: {gib(plan.min_bytes)} to {gib(plan.max_bytes)}, highest in the phase of the {plan.fullest}.\n")
     if plan.max_bytes <= usable:
         print("It fits.")
         return 0
     print("It does not fit." if plan.min_bytes > usable else "It may not fit.")
     if isinstance(config, SftConfig):
-        print(f"It would take {SFT_ADVICE}.")
+        print(f"To make it fit, set {SFT_ADVICE}.")
     elif changes := advise_machine(subject, usable):
         print(f"It fits with:\n  {subject.overrides(changes)}")
     else:
-        print("No change that was tried makes it fit.")
+        print("None of the changes that were tried makes it fit.")
     return _DOES_NOT_FIT if plan.min_bytes > usable else 0
 
 
 def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[str]:
     yield "Memory of the fullest device of each pool, GiB:"
     names = list(dict.fromkeys(item.role for phase in plan.phases for item in phase.items))
-    rows: list[Sequence[str]] = [("pool", "phase", *names, "together", "left")]
+    rows: list[Sequence[str]] = [("pool", "phase", *names, "total", "left")]
     for phase in plan.phases:
-        of_role = [sum(item.num_bytes for item in phase.items if item.role == name) for name in names]
-        numbers = [*of_role, phase.num_bytes, subject.hardware.memory_bytes - phase.num_bytes]
+        totals = [sum(item.num_bytes for item in phase.items if item.role == name) for name in names]
+        numbers = [*totals, phase.num_bytes, subject.hardware.memory_bytes - phase.num_bytes]
         rows.append((phase.pool, phase.name, *(f"{number / 2**30:.1f}" for number in numbers)))
     yield from aligned(rows)
     for phase in plan.phases if verbose else ():
@@ -131,36 +139,36 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
     engines = num_engines(config)
     share = -(-samples_per_step(config.batch) // engines)
     held = f"the cache of each holds {engine.cache_tokens:,} tokens"
-    yield f"Rollout: {engines} engine{'s' if engines > 1 else ''} of tp {config.rollout.tp}; {held},"
-    yield f"  {engine.full_samples:,} samples of full length at a time of the {share:,} that it gets in a step."
+    yield f"Rollout: {engines} engine{'s' if engines > 1 else ''} with tp {config.rollout.tp}; {held},"
+    yield f"  {engine.full_samples:,} samples of full length at a time, out of {share:,} per step."
     yield f"  An engine runs up to {engine.max_sequences:,} samples and {engine.max_tokens:,} tokens at a time."
     yield from _turns(config)
-    yield f"Host: {gib(plan.host_bytes_per_node)} on each machine: what leaves its devices, and a copy of a checkpoint."
+    yield f"Host: {gib(plan.host_bytes_per_node)} on each machine: memory moved off devices, and a checkpoint copy."
 
 
 def _turns(config: Config) -> Iterator[str]:
-    """Say what reading a conversation again for each of its turns costs, or would."""
+    """Yield the cost of processing a conversation again in each turn, or what the prefix cache saves."""
     if not config.agent.environments:
         return
     turns = max(environment.max_turns for environment in config.agent.environments.values())
     prompt, response = config.rollout.max_prompt_tokens, config.rollout.max_response_tokens
-    again = turns * prompt + (turns - 1) * response // 2  # turns and what they are answered are of one length each
+    again = turns * prompt + (turns - 1) * response // 2  # turns and observations are assumed to have the same length
     if config.agent.deterministic or not config.rollout.vllm.get("enable_prefix_caching", True):
-        once = f"with a prefix cache {prompt + response:,}"
-        yield f"Turns: without a prefix cache the {turns} of the longest conversation read {again:,} tokens; {once}."
+        cached = f"in {turns} turns; with a prefix cache, {prompt + response:,}"
+        yield f"Turns: without a prefix cache, the longest conversation reads {again:,} tokens {cached}."
     else:
-        once = f"each of the {prompt + response:,} tokens of the longest conversation once"
-        yield f"Turns: the prefix cache reads {once}; without it, {turns} turns read {again:,}."
+        cached = f"each of the {prompt + response:,} tokens of the longest conversation once"
+        yield f"Turns: the prefix cache reads {cached}; without it, {turns} turns read {again:,}."
 
 
 def _time(subject: PlanInput, lengths: Lengths, *, verbose: bool) -> Iterator[str]:
     plan = plan_time(subject, lengths)
-    yield f"Seconds of a step, simulated for {_means(lengths)}:"
+    yield f"Seconds per step, simulated for {_means(lengths)}:"
     rows: list[Sequence[str]] = []
     for phase in plan.phases:
         parts = [f"{name} {seconds:.1f}" for name, seconds in phase.parts.items() if seconds >= 0.05]
         rows.append((phase.name, f"{phase.seconds:.1f}", ", ".join(parts) if verbose else ""))
-    rows.append(("together", f"{plan.seconds:.1f}", f"{plan.tokens_per_device_and_s:,.0f} tokens/s a device"))
+    rows.append(("total", f"{plan.seconds:.1f}", f"{plan.tokens_per_device_and_s:,.0f} tokens/s per device"))
     yield from aligned(rows)
     if verbose:
         assumed = (f"{name} {value:g}" for name, value in dataclasses.asdict(ASSUMPTIONS).items())
@@ -168,44 +176,50 @@ def _time(subject: PlanInput, lengths: Lengths, *, verbose: bool) -> Iterator[st
 
 
 def _asynchrony(subject: PlanInput, lengths: Lengths) -> Iterator[str]:
-    """Say what it brings not to wait, which side is waited for, and how the devices would be divided best."""
+    """Yield the gain of asynchrony, the slower side, and the best division of the devices."""
     plan, mode = plan_asynchrony(subject, lengths), subject.config.asynchrony
-    yield f"Asynchrony, simulated with log-normal responses (sigma {ASSUMPTIONS.response_sigma:g}, cut at the longest):"
-    rows: list[Sequence[str]] = [("", "s a step", "trainer idle", "engines idle", "tokens by age in updates")]
+    yield f"Asynchrony, simulated with log-normal responses (sigma {ASSUMPTIONS.response_sigma:g}, cut at the maximum):"
+    rows: list[Sequence[str]] = [("", "s per step", "trainer idle", "engines idle", "tokens by age in updates")]
     ahead = f"{mode.ahead} ahead, {mode.weights.replace('_', ' ')}"
     both = {"synchronous": plan.synchronous, ahead: plan.asynchronous}
     if plan.shared is not None:
         both = {"synchronous, on shared devices": plan.shared, **both}
-    for name, found in both.items():
-        ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.ages.items())
-        rows.append((name, f"{found.seconds:.1f}", f"{found.trainer_idle:.0%}", f"{found.engines_idle:.0%}", ages))
+    for name, simulated in both.items():
+        ages = ", ".join(f"{age}: {share:.0%}" for age, share in simulated.ages.items())
+        rows.append(
+            (name, f"{simulated.seconds:.1f}", f"{simulated.trainer_idle:.0%}", f"{simulated.engines_idle:.0%}", ages)
+        )
     yield from aligned(rows)
     sides = f"max(generation {plan.generation_s:.1f}, training {plan.training_s:.1f}) + push {plan.push_s:.1f}"
     slower = "generation" if plan.generation_s > plan.training_s else "training"
     yield f"The bound is {sides} = {plan.bound_s:.1f} s: {slower} is the bottleneck."
     if plan.shared is not None and plan.shared.seconds < plan.asynchronous.seconds:
-        yield "Shared devices are faster although they wait: all of them generate, and all of them train."
+        yield "Shared devices are faster, although they wait, because all of them generate and all of them train."
     if (split := faster_split(subject, lengths, plan.asynchronous.seconds)) is None:
-        yield "No other division of these devices that was tried is faster."
+        yield "None of the other divisions of these devices that were tried is faster."
     else:
         seconds, changes = split
-        yield f"These devices divided otherwise take {seconds:.1f} s a step:\n  {subject.overrides(changes)}"
+        yield f"Another division of these devices takes {seconds:.1f} s per step:\n  {subject.overrides(changes)}"
 
 
 def _verdict(subject: PlanInput, plan: MemoryPlan) -> Iterator[str]:
     if not plan.shortages:
         taken = gib(plan.fullest.num_bytes)
-        yield f"It fits: at the fullest, in `{plan.fullest.name}`, {taken} of a device are taken."
+        yield f"It fits. The peak is {taken} per device, in `{plan.fullest.name}`."
         return
     for shortage in plan.shortages:
         where = f"`{shortage.phase.name}` on pool `{shortage.phase.pool}`"
         yield f"{where} {shortage.what}: {gib(shortage.num_bytes)} too much."
-    found = advise(subject)
-    yield "It fits with:" if found else "No change that was tried makes it fit: take larger devices (--hardware)."
-    for changes, then in found:
+    advice = advise(subject)
+    yield (
+        "It fits with:"
+        if advice
+        else "None of the changes that were tried makes it fit. Use larger devices (--hardware)."
+    )
+    for changes, changed in advice:
         yield f"  {subject.overrides(changes)}"
-        taken = gib(then.fullest.num_bytes)
-        yield f"    then {taken} at the fullest, and {then.engine.full_samples} full samples in a cache"
+        taken = gib(changed.fullest.num_bytes)
+        yield f"    peak {taken}, and {changed.engine.full_samples} full samples in a cache"
 
 
 def _search(subject: PlanInput, lengths: Lengths, nodes: int | None, devices_per_node: int | None) -> Iterator[str]:
@@ -215,12 +229,12 @@ def _search(subject: PlanInput, lengths: Lengths, nodes: int | None, devices_per
     if wanted["cluster.nodes"] > 1:
         wanted["cluster.ray_address"] = cluster.ray_address or "auto"
     result = search(subject.with_changes_unchecked(wanted), lengths)
-    yield f"The fastest of each placement, simulated for {_means(lengths)}."
-    yield f"Phases follow each other in every placement. {result.num_tried:,} combinations were looked at."
+    yield f"Fastest layout of each placement, simulated for {_means(lengths)}."
+    yield f"Phases run one after another in every placement. {result.num_tried:,} combinations were tried."
     if not result.is_complete:
-        yield "That is the limit: there may be faster ones."
+        yield "This is the limit: there may be faster ones."
     if not result.found:
-        yield "None fits."
+        yield "No combination fits."
     yield from found_lines(subject, wanted, result)
 
 

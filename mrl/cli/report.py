@@ -1,4 +1,4 @@
-"""`mrl report RUN [RUN ...]`: a run as one HTML file, or several over each other."""
+"""`mrl report RUN [RUN ...]`: write one HTML file about a run, or a comparison of several."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MAX_RUNS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", nargs="+", help="directories of runs, whether they have ended or not")
-    parser.add_argument("--out", help="the file to write (default RUN/report.html; of several, comparison.html)")
+    parser.add_argument("run", metavar="RUN", nargs="+", help="directories of runs, ended or still running")
+    parser.add_argument("--out", help="file to write (default RUN/report.html; for several runs, comparison.html)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    directories = [Path(each) for each in arguments.run]
+    directories = [Path(path) for path in arguments.run]
     out = Path(arguments.out) if arguments.out else None
     print(write_report(directories[0], out) if len(directories) == 1 else write_comparison(directories, out))
     return 0
@@ -37,7 +37,7 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
     from mrl.observe.report import render_report
 
     kinds = {"the last recorded step": "step", "the last validation": "validation"}
-    samples = {of: read_newest_samples(directory / "samples", _NUM_SAMPLES, kind) for of, kind in kinds.items()}
+    samples = {label: read_newest_samples(directory / "samples", _NUM_SAMPLES, kind) for label, kind in kinds.items()}
     lines = read_metrics(metrics) if metrics.is_file() else []  # a run may fail before its first step
     ending = redact_text(describe_ending(directory))
     page = render_report(directory.name, lines, samples, read_text(config), ending)
@@ -49,19 +49,19 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
 
 def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Path:
     if len(directories) > _MAX_RUNS:
-        raise SetupError(f"{len(directories)} runs; at most {_MAX_RUNS} can be told apart on one page")
+        raise SetupError(f"{len(directories)} runs; at most {_MAX_RUNS} can be distinguished on one page")
     from mrl.observe.metrics import read_metrics
     from mrl.observe.report import render_comparison
 
-    found = [_files(directory) for directory in directories]
-    names = [each.name for each in directories]
-    for directory, (metrics, _) in zip(directories, found, strict=True):
+    run_files = [_files(directory) for directory in directories]
+    names = [directory.name for directory in directories]
+    for directory, (metrics, _) in zip(directories, run_files, strict=True):
         if not metrics.is_file():
-            raise SetupError(f"{directory} has no metrics.jsonl: the run has done no step")
-    labels = names if len(set(names)) == len(names) else [str(each) for each in directories]
-    first, *others = (load_any_config(str(config)) for _, config in found)
-    difference = "\n".join(filter(None, (render_difference(first, other) for other in others)))
-    lines = {label: read_metrics(metrics) for label, (metrics, _) in zip(labels, found, strict=True)}
+            raise SetupError(f"{directory} has no metrics.jsonl: the run has not finished a step")
+    labels = names if len(set(names)) == len(names) else [str(directory) for directory in directories]
+    first, *rest = (load_any_config(str(config)) for _, config in run_files)
+    difference = "\n".join(filter(None, (render_difference(first, other) for other in rest)))
+    lines = {label: read_metrics(metrics) for label, (metrics, _) in zip(labels, run_files, strict=True)}
     out = out or Path("comparison.html")
     out.write_text(render_comparison(lines, difference), encoding="utf-8")
     return out

@@ -1,7 +1,6 @@
 """`mrl sft CONFIG`: supervised training on prompts and their answers.
 
-`mrl rm` trains a reward model, and `mrl dpo` a policy without one, on responses of which one was
-preferred to the other.
+`mrl rm` trains a reward model and `mrl dpo` trains a policy without one, both on preferred and rejected responses.
 """
 
 from __future__ import annotations
@@ -20,26 +19,27 @@ EXAMPLE = "mrl {verb} configs/laptop-{verb}.yaml model.path=my-model"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_first(parser)
-    parser.add_argument("--quiet", action="store_true", help="no line per update")
+    parser.add_argument("--quiet", action="store_true", help="print no line per update")
     add_attempt(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and print where the model is; return EXIT_STOPPED when the run was asked to stop before and has saved."""
+    """Train, and print the path of the model. Return EXIT_STOPPED if the run was asked to stop and has saved."""
     verb: str = arguments.called_as
     resolved = load_config_of(verb, arguments.config, arguments.overrides)
     if (newest := finished(resolved, resolved.config.training.steps)) is not None:
-        from mrl.trainer.sft import MODEL  # which loads torch
+        from mrl.trainer.sft import MODEL  # loads torch
 
         model = newest.parents[1] / MODEL
-        if model.is_dir() and model.stat().st_mtime > newest.stat().st_mtime:  # else it is of a shorter run
+        # otherwise it is the model of a shorter run
+        if model.is_dir() and model.stat().st_mtime > newest.stat().st_mtime:
             print(f"all {resolved.config.training.steps} steps are done; the model is in {model}")
             return 0
     return watched(verb, arguments, resolved, lambda lost: _train(resolved, lost, arguments.quiet))
 
 
 def _train(resolved: Resolved[SftConfig], lost: Lost, quiet: bool) -> int:
-    # These load torch and Ray, which a wrong configuration need not wait for.
+    # These load torch and Ray. A wrong configuration fails before.
     from mrl.controller.cluster import when_ray_is_lost
     from mrl.observe.console import Console
     from mrl.preflight.findings import refuse
@@ -50,7 +50,8 @@ def _train(resolved: Resolved[SftConfig], lost: Lost, quiet: bool) -> int:
     warnings = refuse(resolved.path, check_start(resolved))
     resolved = settle_models(resolved)
     num_steps = resolved.config.training.steps
-    console = Console(num_steps or 1, quiet=quiet or num_steps is None)  # how many updates epochs take is not known
+    # the number of updates in an epoch is not known
+    console = Console(num_steps or 1, quiet=quiet or num_steps is None)
 
     def on_update(step: int, metrics: dict[str, float]) -> None:
         if quiet:

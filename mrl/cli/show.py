@@ -1,4 +1,4 @@
-"""`mrl show`: the resolved configuration, that of a run and how the run ended, the difference of two, or the schema."""
+"""`mrl show`: print a resolved configuration, how a run ended, the difference of two configurations, or the schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what was asked for. With two files, the overrides apply to the second."""
+    """Print the requested text. With two files, the overrides apply to the second."""
     if arguments.schema:
         if arguments.config:
             raise ConfigError([Problem("command line", "", "--schema takes no configuration", "mrl show --schema")])
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(paths) == 1:
         if _is_run(paths[0]):
             print("".join(f"# {line}\n" for line in _ending(Path(paths[0])).splitlines()), end="")
-        # The configuration of a run is resolved already, and its model may be gone.
+        # The configuration of a run is already resolved, and its model may no longer exist.
         as_written = _is_run(paths[0]) and not overrides
         print(read_text(Path(paths[0], "config.yaml")) if as_written else render(_load(paths[0], overrides)), end="")
     else:

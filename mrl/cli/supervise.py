@@ -1,7 +1,7 @@
-"""How a command ends: by Ctrl-C within seconds, and a run, once it has lost a worker or a node, to be started again.
+"""How a command ends: within seconds after Ctrl-C; a run is restarted after it lost a worker or a node.
 
-The process that watches a run loads nothing heavy. A loop inside the run would not do: when a cluster's head dies, Ray
-ends every process that has joined it.
+The process that watches a run loads nothing heavy. A loop inside the run would not work: when the head of a cluster
+dies, Ray ends every process that has joined it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mrl.errors import MrlError, PlacementError, WorkerDied, WorkerSilent
 from mrl.events import Event, EventLog, RayLost, RunEnded, RunRestarted, last_ending
 
 EXIT_LOST, EXIT_NO_PLACE, EXIT_FAILED = 76, 77, 78
-"""What a watched run leaves with when it lost a worker or a node, when there were too few devices to start, and when
-it failed and has said so. Ray ends a process whose raylet goes with 1, at times before that can say a word."""
+"""Exit codes of a watched run: it lost a worker or a node; there were too few devices to start; it failed and has
+reported why. When its raylet dies, Ray ends a process with 1, sometimes before the process can report anything."""
 ATTEMPT = "--attempt"
 _LOOKS_AGAIN_S = 2.0
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
@@ -39,22 +39,23 @@ def add_attempt(parser: argparse.ArgumentParser) -> None:
 
 
 def finished(resolved: Resolved[AnyTyped], num_steps: int | None) -> Path | None:
-    """Return the newest checkpoint of a run that has done this many steps and would go on; None where it has not."""
+    """Return the newest checkpoint of a run that has finished this many steps and would resume. Otherwise return
+    None."""
     directory = Path(resolved.config.run.dir, resolved.config.run.name)
     is_done = num_steps is not None and _newest(directory) >= num_steps and resolved.config.training.resume == "auto"
     if not is_done or config_kind(str(directory / "config.yaml")) is not type(resolved.config):
         return None
-    from mrl.trainer.checkpoints import find_checkpoint  # which loads torch
+    from mrl.trainer.checkpoints import find_checkpoint  # loads torch
 
     return find_checkpoint(directory / CHECKPOINTS, "latest")
 
 
 Lost = Callable[[WorkerDied], int]
-"""Says that the run's Ray is lost; returns the exit code."""
+"""Reports that the run's Ray is lost, and returns the exit code."""
 
 
 def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyTyped], go: Callable[[Lost], int]) -> int:
-    """Do it, or have it done in processes that are watched where training.max_restarts wants that; the exit code."""
+    """Run `go` here, or in watched processes if training.max_restarts is set. Return the exit code."""
     config = resolved.config
     directory = Path(config.run.dir, config.run.name)
     if not arguments.attempt and config.training.max_restarts:
@@ -64,7 +65,7 @@ def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyType
             return supervise(again, directory, config.training.max_restarts, resources_s, fallback)
 
     def lost(error: WorkerDied) -> int:
-        """Say and write down what ends this run, whose threads all wait for Ray."""
+        """Report and record what ends this run. All of its threads wait for Ray."""
         error.fix = what_is_kept(directory)
         print(resolved.secrets.hide(str(error)), file=sys.stderr, flush=True)
         _write(directory, RayLost(error.what))
@@ -89,88 +90,90 @@ def watched(verb: str, arguments: argparse.Namespace, resolved: Resolved[AnyType
 def supervise(
     command: Sequence[str], directory: Path, max_restarts: int, resources_s: float, fallback: Sequence[str] = ()
 ) -> int:
-    """Run `mrl` with this verb and its arguments, again after each loss; the exit code of the last attempt.
+    """Run `mrl` with this verb and its arguments, again after each loss. Return the exit code of the last attempt.
 
-    Restarts count from the newest checkpoint on: a run that gets further may be restarted as often again. One that
-    finds no cluster is made again until `resources_s` after the loss; from then on with the overrides of `fallback`.
+    Restarts are counted from the newest checkpoint: a run that gets further may be restarted as often again. A run
+    without a cluster is restarted until `resources_s` after the loss, and after that with the overrides of `fallback`.
     """
     num_restarts, newest, has_begun, lost_at = 0, _newest(directory), False, 0.0
     while True:
         code = _attempt([sys.executable, "-m", "mrl.cli.main", *command, ATTEMPT])
-        if code == -signal.SIGINT:  # before it could say a word
+        if code == -signal.SIGINT:  # ended before it could report anything
             print(f"interrupted: {what_is_kept(directory)}", file=sys.stderr)
             return EXIT_INTERRUPTED
-        # Too few devices are a mistake at first; later, a node is missing that may come back.
+        # At first, too few devices are a mistake. Later, a node is missing that may return.
         if code >= 0 and code not in (1, EXIT_LOST) and not (has_begun and code == EXIT_NO_PLACE):
             return 1 if code in (EXIT_NO_PLACE, EXIT_FAILED) else code
         if code == EXIT_NO_PLACE and time.monotonic() - lost_at < resources_s:
             time.sleep(_LOOKS_AGAIN_S)
             continue
         has_begun, lost_at, reached = True, time.monotonic(), _newest(directory)
-        if reached < newest:  # somebody has removed the run, and wants no other
+        if reached < newest:  # someone has removed the run, and wants no new one
             return 1
         num_restarts = num_restarts + 1 if reached == newest else 1
         newest = reached
-        lost = {EXIT_NO_PLACE: "found no place", 1: "left with status 1"}.get(code, "lost a worker or a node")
+        lost = {EXIT_NO_PLACE: "did not find enough devices", 1: "exited with status 1"}.get(
+            code, "lost a worker or a node"
+        )
         if code == EXIT_NO_PLACE and fallback:
-            lost = f"found no place, and goes on with {shlex.join(fallback)}"
+            lost = f"did not find enough devices, and continues with {shlex.join(fallback)}"
             command, fallback = [*command, *fallback], ()
-        why = f"was ended by {signal.Signals(-code).name}" if code < 0 else lost
-        _write_ending(directory, "killed", why)
+        reason = f"was ended by {signal.Signals(-code).name}" if code < 0 else lost
+        _write_ending(directory, "killed", reason)
         if num_restarts > max_restarts:
-            print(f"the run {why}, and training.max_restarts={max_restarts} is used up", file=sys.stderr)
+            print(f"the run {reason}, and training.max_restarts={max_restarts} is used up", file=sys.stderr)
             return 128 - code if code < 0 else 1
-        going_on = f"restart {num_restarts} of {max_restarts}, from step {newest}"
-        print(f"the run {why}: {going_on}", file=sys.stderr, flush=True)
-        _write(directory, RunRestarted(why, num_restarts, newest))
+        restart = f"restart {num_restarts} of {max_restarts}, from step {newest}"
+        print(f"the run {reason}: {restart}", file=sys.stderr, flush=True)
+        _write(directory, RunRestarted(reason, num_restarts, newest))
 
 
 def _write(directory: Path, event: Event) -> None:
-    """Write an event of a run, where it came to having a directory."""
+    """Write an event of a run, if the run has a directory."""
     if directory.is_dir():
         events = EventLog(directory / EVENTS)
         events.write(event)
         events.close()
 
 
-def _write_ending(directory: Path, cause: str, why: str) -> None:
-    """Write how a run ended that had no time to write it itself."""
+def _write_ending(directory: Path, cause: str, reason: str) -> None:
+    """Record the end of a run that could not record it itself."""
     path = directory / EVENTS
     try:
         is_written = not path.is_file() or last_ending(path) is not None
-    except MrlError:  # a file of another version: an ending too many is better than none
+    except MrlError:  # a file of another version: one ending too many is better than none
         is_written = False
     if not is_written:
-        _write(directory, RunEnded(cause, why, _newest(directory)))
+        _write(directory, RunEnded(cause, reason, _newest(directory)))
 
 
 def _newest(directory: Path) -> int:
-    """Return the step of the newest checkpoint; 0 where there is none."""
+    """Return the step of the newest checkpoint, or 0 without a checkpoint."""
     return max(steps_in(directory / CHECKPOINTS), default=0)
 
 
 def _attempt(command: Sequence[str]) -> int:
-    # What is sent to the group reaches the run once, from here. Whoever kills this process wants the run to end, and
-    # one that saved first would hold its directory against the next.
+    # Signals for the process group reach the run once, from here. If this process is killed, the run should end too: a
+    # run that saved first would hold its directory against the next one.
     die = partial(die_with, os.getpid())
     run = subprocess.Popen(command, start_new_session=True, preexec_fn=die)
-    # What asks the watcher to stop is meant for the run, which has a session of its own.
+    # Signals to the watcher are meant for the run, which has its own session.
     with run, listening(_FORWARDED, lambda number, frame: run.send_signal(number)):
         return run.wait()
 
 
 EXIT_INTERRUPTED = 130
-"""As a shell reports SIGINT."""
+"""Exit code that a shell reports for SIGINT."""
 _UNWINDS_S = 3.0
 _AGAIN_S = 0.5
-"""One Ctrl-C may come twice: from the terminal, and from a parent that forwards it."""
+"""One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it."""
 
 
 @contextmanager
 def on_interrupt(say: Callable[[], str], forced: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Unwind at the first Ctrl-C, for some seconds; end at once at the second, after `forced`.
+    """Unwind for some seconds at the first Ctrl-C. End at once at the second, after `forced`.
 
-    Checkpoints are whole at any moment, and what keeps Ray and the reward workers ends them with this process.
+    Checkpoints are complete at any moment, and Ray and the reward workers end together with this process.
     """
     if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None) or threading.current_thread() is not _MAIN:
         yield
@@ -189,25 +192,25 @@ def on_interrupt(say: Callable[[], str], forced: Callable[[], None] = lambda: No
                 end()
             return
         began.append(time.monotonic())
-        os.write(2, f"\n{say()}\n".encode(errors="backslashreplace"))  # a print may be what it has interrupted
+        os.write(2, f"\n{say()}\n".encode(errors="backslashreplace"))  # a print may be what was interrupted
         limit = threading.Timer(_UNWINDS_S, end)
         limit.daemon = True
         limit.start()
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, handle)
+    previous = signal.signal(signal.SIGINT, handle)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is handle and not began:  # a block within has begun to unwind
-            signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is handle and not began:  # a nested block has begun to unwind
+            signal.signal(signal.SIGINT, previous)
 
 
 _MAIN = threading.main_thread()
 
 
 def what_is_kept(directory: Path) -> str:
-    """Return where the same command goes on that has run in this directory."""
+    """Return where the same command would continue after it has run in this directory."""
     if not (steps := steps_in(directory / CHECKPOINTS)):
-        return f"{directory} has no checkpoint: the same command begins again"
-    return f"the newest checkpoint is that of step {steps[-1]}: the same command goes on from step {steps[-1] + 1}"
+        return f"{directory} has no checkpoint: the same command starts again"
+    return f"the newest checkpoint is from step {steps[-1]}: the same command continues from step {steps[-1] + 1}"

@@ -1,4 +1,4 @@
-"""`mrl train CONFIG`: train, from the beginning or from the run's newest checkpoint, and again after a loss."""
+"""`mrl train CONFIG`: train from the beginning or from the run's newest checkpoint, and again after a loss."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_first(parser, optional=True)
-    parser.add_argument("--replay", metavar="RUN", help="repeat that run to the bit: its weights came in flight")
-    parser.add_argument("--quiet", action="store_true", help="no line per step")
+    parser.add_argument("--replay", metavar="RUN", help="repeat, bit for bit, a run with weights in flight")
+    parser.add_argument("--quiet", action="store_true", help="print no line per step")
     add_attempt(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; return 0 when all steps are done, EXIT_STOPPED when the run was asked to stop before and has saved."""
+    """Train. Return 0 if all steps are done, or EXIT_STOPPED if the run was asked to stop and has saved."""
     if arguments.replay:
         _replay(arguments)
     elif not arguments.config:
         fix = "mrl train CONFIG, or mrl train --replay RUN"
-        raise ConfigError([Problem("command line", "", "no configuration", fix)])
+        raise ConfigError([Problem("command line", "", "no configuration is given", fix)])
     resolved = load_config(arguments.config, arguments.overrides)
     if (newest := finished(resolved, resolved.config.training.steps)) is not None:
         print(f"all {resolved.config.training.steps} steps are done; the newest checkpoint is {newest}")
@@ -40,11 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> None:
-    """Make the configuration of the run and a name beside it of what was given."""
+    """Set the configuration of the replayed run, and a run name next to it, from the arguments."""
     run = Path(arguments.replay)
-    given = [arguments.config] if arguments.config else []
+    first = [arguments.config] if arguments.config else []
     names = [f"asynchrony.replay={run}", f"run.name={run.name}-replay", f"run.dir={run.parent}"]
-    arguments.config, arguments.overrides = str(run / "config.yaml"), [*names, *given, *arguments.overrides]
+    arguments.config, arguments.overrides = str(run / "config.yaml"), [*names, *first, *arguments.overrides]
 
 
 def _train_here(resolved: Resolved[Config], lost: Lost, quiet: bool) -> int:
@@ -56,7 +56,7 @@ def _train_here(resolved: Resolved[Config], lost: Lost, quiet: bool) -> int:
 
 
 def _train(resolved: Resolved[Config], lost: Lost, quiet: bool) -> int:
-    # These load torch and Ray, which a wrong configuration need not wait for.
+    # These load torch and Ray. A wrong configuration fails before.
     from mrl.controller.cluster import ray_cluster_soon, when_ray_is_lost
     from mrl.observe.console import Console
     from mrl.preflight.machine import check_start
@@ -69,7 +69,7 @@ def _train(resolved: Resolved[Config], lost: Lost, quiet: bool) -> int:
         stack.enter_context(when_ray_is_lost(lost))
         if config.cluster.ray_address is None:
             stack.enter_context(ray_cluster_soon(config.cluster))
-        gc.disable()  # what is loaded from here on stays
+        gc.disable()  # objects loaded from here on stay in memory
         stack.callback(gc.enable)
         from mrl.trainer.ppo import RayPPOTrainer
         from mrl.trainer.run import open_run
@@ -82,5 +82,5 @@ def _train(resolved: Resolved[Config], lost: Lost, quiet: bool) -> int:
             gc.freeze()
             gc.enable()
             trainer.fit()
-        console.print(f"{trainer.num_steps_done} steps done; everything is in {opened.directory}")
+        console.print(f"{trainer.num_steps_done} steps done; all files are in {opened.directory}")
     return 0 if trainer.num_steps_done == config.training.steps else EXIT_STOPPED

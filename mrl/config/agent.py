@@ -1,4 +1,4 @@
-"""The section `agent`: environments that answer what the model writes, and the processes that they run in."""
+"""The section `agent`: environments that answer the model, and the processes that run them."""
 
 from __future__ import annotations
 
@@ -11,56 +11,55 @@ from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds
 
 @dataclass(frozen=True, kw_only=True)
 class ToolConfig:
-    """One of the tools that the environment `tools` offers."""
+    """A tool of the environment `tools`."""
 
     name: Text
-    """A built-in tool (`calculator`, `python`, `search`), or your own function as `package.module:function`: its type
-    hints and its docstring are what the model is told of it."""
+    """A built-in tool (`calculator`, `python`, `search`), or your own function as `package.module:function`. Its type
+    hints and its docstring are shown to the model."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Passed on to the function as keywords, and not shown to the model."""
+    """Keyword arguments for the function, not shown to the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Who answers what the model writes, and for how long."""
+    """The environment that answers the model, and its limits."""
 
     name: Text = "tools"
-    """`tools`, which calls functions, `search_r1`, or `program`, a command of yours that finds the model at an
+    """`tools`, which calls functions; `search_r1`; `program`, your own command, which reaches the model at an
     OpenAI-compatible address; or your own class as `package.module:class`."""
     sources: list[Text] | None = None
-    """The data sources whose prompts it takes, as patterns (`nq`, `math/*`); null or none takes all. The first that
-    takes a source has it; a source that none takes is answered in one turn, by nobody."""
+    """Patterns (`nq`, `math/*`) of the data sources that it handles; null or an empty list handles all. If several
+    match, the first one handles the source. Prompts of a source without an environment are answered in one turn."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Passed on to the class as keywords."""
+    """Keyword arguments for the class."""
     tools: dict[PlainName, ToolConfig] = field(default_factory=dict)
-    """What the model calls each tool -> which one it is."""
+    """Name of each tool for the model -> the tool."""
     format: Text = "hermes"
-    """How the model writes calls: `hermes` (Qwen), `llama3_json`, `search_r1`; or your own as
+    """How the model writes tool calls: `hermes` (Qwen), `llama3_json`, `search_r1`, or your own as
     `package.module:class`."""
     max_turns: Annotated[int, at_least(2)] = 4
-    """Turns of the model, its last answer among them; who calls in the last one gets no answer."""
+    """Largest number of turns of the model, including its final answer. A call in the last turn gets no answer."""
     max_turn_tokens: Count | None = None
-    """Longest turn; null is bounded by `rollout.max_response_tokens` alone, which all turns and what they are
-    answered share."""
+    """Longest turn. Null is limited only by `rollout.max_response_tokens`, which all turns and observations share."""
     max_observation_tokens: Count | None = None
-    """Longest answer to a turn; what is longer is cut as text and counted. Null is bounded by
-    `rollout.max_response_tokens` alone: one that no longer fits ends the conversation."""
+    """Longest observation. A longer one is cut as text and counted. Null is limited only by
+    `rollout.max_response_tokens`: an observation that does not fit ends the conversation."""
     weight: float = 1.0
-    """What the score is multiplied by that the environment itself gives; it is added to that of the functions."""
+    """Weight of the environment's own score, which is added to the score of the functions."""
 
     def takes(self, data_source: str) -> bool:
         return not self.sources or any(fnmatchcase(data_source, pattern) for pattern in self.sources)
 
     def full_turns(self, max_response_tokens: int) -> int | None:
-        """Return how many turns of full length a response holds, with full answers between them; None where a limit is
-        missing."""
+        """Return how many turns of full length fit into a response, with observations of full length between them.
+        Return None if a limit is missing."""
         if self.max_turn_tokens is None or self.max_observation_tokens is None:
             return None
         both = self.max_turn_tokens + self.max_observation_tokens
         return (max_response_tokens + self.max_observation_tokens) // both
 
     def whole_response_tokens(self) -> int | None:
-        """Return the tokens of the longest conversation behind its prompt; None where a limit is missing."""
+        """Return the tokens of the longest conversation after its prompt. Return None if a limit is missing."""
         if self.max_turn_tokens is None or self.max_observation_tokens is None:
             return None
         return self.max_turns * self.max_turn_tokens + (self.max_turns - 1) * self.max_observation_tokens
@@ -68,42 +67,42 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """Conversations of several turns: the environments, and the processes that run them."""
+    """Conversations of several turns: the environments and the processes that run them."""
 
     environments: dict[PlainName, EnvironmentConfig] = field(default_factory=dict)
-    """What metrics call each environment -> which one it is; with none, each prompt is answered once."""
+    """Name of each environment in metrics -> the environment. If empty, each prompt is answered once."""
     num_workers: Count = 4
-    """Processes that run environments."""
+    """Number of processes that run environments."""
     concurrency: Count = 256
-    """Conversations that each of them has in hand. What is `async def` in an environment waits beside the others;
-    what computes holds them up."""
+    """Conversations that each process handles at once. `async def` code of an environment waits without blocking the
+    others; computation blocks them."""
     limit_s: Seconds = 30.0
-    """For an environment to answer one turn."""
+    """Time for an environment to answer one turn."""
     start_limit_s: Seconds = 60.0
-    """For a worker to import the environments."""
+    """Time for a worker to import the environments."""
     memory_bytes: Annotated[int, at_least(1 << 27)] = 2 << 30
-    """Address space of a worker."""
+    """Limit of a worker's address space."""
     max_samples_per_s: Seconds | None = None
-    """Conversations begun per second, for a service that allows no more; null is no bound."""
+    """Conversations started per second, for a service with a rate limit. Null sets no limit."""
     samples_per_worker: Count = 10_000
-    """Conversations after which a fresh process takes its place."""
+    """Conversations after which a worker process is replaced."""
     retries: NotNegative = 1
-    """How often a conversation whose environment failed is begun again, with the same seeds."""
+    """How often a conversation is restarted, with the same seeds, after its environment failed."""
     on_failure: Literal["drop", "stop"] = "drop"
-    """A conversation whose environment fails for good is left out of the update and counted, or stops the run. It is
-    never scored 0."""
+    """Whether a conversation whose environment failed on every try is left out of the update and counted, or stops the
+    run. It never gets score 0."""
     max_failed_share: Proportion = 0.05
-    """Share of the conversations of a step that may fail; more stop the run."""
+    """Share of the conversations of a step that may fail. More stop the run."""
     deterministic: bool = False
-    """Have each engine generate one conversation at a time, and nothing from its prefix cache: tokens and log-probs
-    are the same to the bit whatever the number of engines and however fast tools answer. Slow: nothing is batched."""
+    """Make each engine generate one conversation at a time, without its prefix cache. Tokens and log-probs are then
+    bit-identical for any number of engines and any speed of the tools. Slow: nothing is batched."""
     environment: dict[PlainName, Text] = field(default_factory=dict)
-    """Environment variables for the environments; those of the run that may hold secrets are not handed on."""
+    """Environment variables for the environments. Variables of the run that may hold secrets are not passed on."""
 
     def name_for(self, data_source: str) -> str | None:
-        return next((name for name, each in self.environments.items() if each.takes(data_source)), None)
+        return next((name for name, environment in self.environments.items() if environment.takes(data_source)), None)
 
     def scores(self, data_source: str) -> bool:
-        """Return whether an environment with a weight takes the prompts of a data source."""
+        """Return whether an environment with a nonzero weight handles the prompts of a data source."""
         name = self.name_for(data_source)
         return name is not None and self.environments[name].weight != 0

@@ -1,4 +1,4 @@
-"""The numbers that follow from a configuration: samples, updates, micro-batches, devices, replicas."""
+"""Numbers computed from a configuration: samples, updates, micro-batches, devices, replicas."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mrl.config.sft import WITHOUT_REFERENCE, AnyConfig, DpoConfig, RankedConfig
 
 @dataclass(frozen=True)
 class RoleBatch:
-    """What one data-parallel rank of a role does in one update; a frozen role does a whole step at once."""
+    """Work of one data-parallel rank of a role in one update. A frozen role processes a whole step at once."""
 
     samples_per_rank: int
     tokens_per_micro_batch: int
-    """What a micro-batch may hold: `max_tokens_per_device` on each context-parallel device."""
+    """Token limit of a micro-batch: `max_tokens_per_device` on each context-parallel device."""
     longest_sample_tokens: int
 
     @property
     def max_micro_batches(self) -> int:
-        """Return their number when every sample has its full length; shorter samples need fewer."""
+        """Return the number of micro-batches if every sample has full length. Shorter samples need fewer."""
         return math.ceil(self.samples_per_rank / (self.tokens_per_micro_batch // self.longest_sample_tokens))
 
 
@@ -35,7 +35,7 @@ def updates_per_step(batch: BatchConfig) -> int:
 
 
 def needs_old_log_probs(config: Config) -> bool:
-    """Return whether the policy moves between sampling and the last update of a step, or something else reads old
+    """Return whether the policy changes between sampling and the last update of a step, or something else reads old
     log-probs. With one update per step, the log-probs in that update are the old ones."""
     algorithm = config.algorithm
     charged = algorithm.kl.where in ("reward", "both")
@@ -43,7 +43,7 @@ def needs_old_log_probs(config: Config) -> bool:
 
 
 def has_reference(config: AnyConfig) -> bool:
-    """Return whether a frozen copy of the actor is kept, on the host."""
+    """Return whether a frozen copy of the actor is kept in host memory."""
     if isinstance(config, Config):
         return config.algorithm.kl.where != "none" and config.reference is None
     if not isinstance(config, DpoConfig) or config.preference.loss in WITHOUT_REFERENCE:
@@ -52,7 +52,7 @@ def has_reference(config: AnyConfig) -> bool:
 
 
 def longest_sample_tokens(limits: RolloutConfig | SftBatchConfig) -> int:
-    """Return the tokens of a sample whose prompt and response are both at their limit."""
+    """Return the tokens of a sample with the longest prompt and the longest response."""
     return limits.max_prompt_tokens + limits.max_response_tokens
 
 
@@ -73,7 +73,7 @@ def role_mesh(config: AnyConfig, role: str) -> Mesh:
 
 
 def role_batch(config: AnyConfig, role: str) -> RoleBatch:
-    """Return the share of an update, or of a step, that one data-parallel rank of a role works on."""
+    """Return the share of an update, or of a step, that one data-parallel rank of a role processes."""
     model, samples, longest = config.model_roles()[role], rows_per_step(config), tokens_limit(config)
     if isinstance(config, Config) and role in config.trained_roles():
         samples = config.batch.samples_per_update
@@ -85,20 +85,21 @@ def role_batch(config: AnyConfig, role: str) -> RoleBatch:
 
 
 def tokens_limit(config: AnyConfig) -> int:
-    """Return the tokens of the longest sample of a step, or row of SFT: of a pair's two responses, which share a
-    micro-batch."""
+    """Return the tokens of the longest sample or row in a step. For pairs, both responses share a micro-batch and count
+    together."""
     longest = longest_sample_tokens(config.batch if isinstance(config, SftConfig) else config.rollout)
     return 2 * longest if isinstance(config, RankedConfig) and config.is_of_pairs() else longest
 
 
 def has_own_rollout_pool(config: Config) -> bool:
-    """Return whether the engines have devices of their own, and so never take turns with the trainer."""
+    """Return whether the engines have their own devices, so that they never take turns with the trainer."""
     roles = config.placement.roles
     return roles.get("rollout", roles["actor"]) != roles["actor"]
 
 
 def cache_in_flight(config: Config) -> Literal["recompute", "keep"] | None:
-    """Return what becomes of the keys and values of samples under way when weights come; None where none can be."""
+    """Return what to do with the KV cache of running samples when weights arrive. Return None if weights never arrive
+    in flight."""
     if config.asynchrony.weights != "in_flight":
         return None
     is_weighed = has_own_rollout_pool(config) and config.algorithm.correction is not None

@@ -1,4 +1,4 @@
-"""The types of values in a configuration: plain types with the range or form that a value must have."""
+"""Types of configuration values: plain types with a range or a form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 @dataclass(frozen=True)
 class Bound:
-    """What a value must be, in words that follow "must be", and the test for it."""
+    """The allowed values, in words that follow "must be", and the test for them."""
 
     words: str
     allows: Callable[[Any], bool]

@@ -1,4 +1,4 @@
-"""Devices by name: memory, speed and links, as their makers state them."""
+"""Memory, speed and links of devices, as stated by their makers."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from mrl.errors import NameUnknown, did_you_mean
 
 DEFAULT = "h100-80gb"
 DEFAULT_UTILIZATION = 0.92
-"""Of a device's memory, what vLLM takes where `gpu_memory_utilization` is not given."""
+"""Share of a device's memory that vLLM uses if `gpu_memory_utilization` is not set."""
 ENGINE_RESERVE_BYTES = 2 << 30
-"""Assumed of each engine process, also while it sleeps: CUDA context, NCCL, captured graphs."""
+"""Assumed memory of each engine process, even while it sleeps: CUDA context, NCCL, captured graphs."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device of a machine of eight; bandwidths are per device and direction."""
+    """One device of a machine with eight. Bandwidths are per device and direction."""
 
     name: str
     memory_bytes: int
-    """What CUDA reports as the total, a little less than is on the label."""
+    """Total that CUDA reports, slightly less than the nominal size."""
     flops_per_s: float
-    """Dense bfloat16."""
+    """Dense bfloat16 rate."""
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """To another device of the machine (NVLink)."""
+    """Bandwidth to another device of the machine (NVLink)."""
     network_bytes_per_s: float
-    """To a device of another machine: one network card each."""
+    """Bandwidth to a device of another machine, with one network card per device."""
     host_bytes_per_s: float
-    """To pinned memory of the host, all devices of the machine at once."""
+    """Bandwidth to pinned host memory, with all devices of the machine copying at once."""
 
 
 def _device(
     name: str, memory_gib: float, tflops: float, hbm_tb: float, nvlink_gb: float, network_gb: float
 ) -> Hardware:
-    host = {"a100": 20e9}.get(name.partition("-")[0], 40e9)  # PCIe 4 and 5, less than one device alone would get
+    host = {"a100": 20e9}.get(name.partition("-")[0], 40e9)  # PCIe 4 and 5, less than a single device would get
     memory, flops, hbm = int(memory_gib * 2**30), tflops * 1e12, hbm_tb * 1e12
     return Hardware(name, memory, flops, hbm, nvlink_gb * 1e9, network_gb * 1e9, host)
 
 
 HARDWARE = {
-    each.name: each
-    for each in (
+    device.name: device
+    for device in (
         _device("a100-40gb", 39.4, 312, 1.56, 300, 25),
         _device("a100-80gb", 79.2, 312, 2.04, 300, 25),
         _device("h20-96gb", 95.2, 148, 4.0, 450, 50),
@@ -54,16 +54,16 @@ HARDWARE = {
 
 
 def device_flops_per_s(device: str) -> float | None:
-    """Return the dense bfloat16 rate of a device by the name that CUDA gives it (`NVIDIA H100 80GB HBM3`), if it is
-    known."""
+    """Return the dense bfloat16 rate of a device by its CUDA name (`NVIDIA H100 80GB HBM3`), or None if it is
+    unknown."""
     words = device.lower().replace("-", " ").split()
-    return next((each.flops_per_s for name, each in HARDWARE.items() if name.partition("-")[0] in words), None)
+    return next((known.flops_per_s for name, known in HARDWARE.items() if name.partition("-")[0] in words), None)
 
 
 def hardware(name: str) -> Hardware:
-    """Return the device of that name; `h100` stands for its largest kind."""
+    """Return the device with that name; `h100` selects its largest variant."""
     wanted = name.lower()
-    found = [each for known, each in HARDWARE.items() if wanted in (known, known.partition("-")[0])]
-    if not found:
+    matches = [device for known, device in HARDWARE.items() if wanted in (known, known.partition("-")[0])]
+    if not matches:
         raise NameUnknown(f'--hardware: "{name}" is not known', fix=did_you_mean(wanted, HARDWARE))
-    return max(found, key=lambda each: each.memory_bytes)
+    return max(matches, key=lambda device: device.memory_bytes)

@@ -1,4 +1,4 @@
-"""The schema as a list of keys, and plain nested values typed by it: strictly, and with every mistake reported."""
+"""The keys of the schema, and the strict conversion of plain values to typed ones, which reports every mistake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mrl.config import schema, verl_keys
 from mrl.config.values import UNUSABLE, KeyPath, Secrets, dotted, leaves_of
 from mrl.errors import Problem, did_you_mean
 
-ENTRY = "NAME"  # stands for the names that users choose
+ENTRY = "NAME"  # stands for a name chosen by the user
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,26 @@ class Key:
 
     @property
     def section(self) -> type | None:
-        """Return the dataclass of a section's keys; None for a value."""
+        """Return the dataclass that defines the keys of a section. Return None for a value."""
         return section_of(self.annotation)
 
     @property
     def entries(self) -> type | None:
-        """Return the dataclass of the entries of a section whose names are the user's; None for anything else."""
+        """Return the dataclass of the entries of a section whose names the user chooses. Return None for anything
+        else."""
         is_dict = get_origin(self.annotation) is dict
         return section_of(get_args(self.annotation)[1]) if is_dict else None
 
 
 def section_of(annotation: Any) -> type | None:
-    """Return the dataclass that an annotation names, itself or beside None."""
+    """Return the dataclass in an annotation, alone or in a union with None."""
     choices = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     return next((choice for choice in choices if dataclasses.is_dataclass(choice) and isinstance(choice, type)), None)
 
 
 @cache
 def fields_of(section: type) -> Mapping[str, Key]:
-    """Return the keys that stand directly in a section, with paths relative to it."""
+    """Return the direct keys of a section, with paths relative to it."""
     hints = get_type_hints(section, include_extras=True)
     docs = _field_docs(section)
     keys = {}
@@ -68,7 +69,7 @@ def fields_of(section: type) -> Mapping[str, Key]:
 
 
 def schema_keys(section: type = schema.Config, prefix: KeyPath = ()) -> Iterator[Key]:
-    """Yield every key of the schema, each section before what stands in it."""
+    """Yield every key of the schema, each section before its keys."""
     for name, key in fields_of(section).items():
         yield dataclasses.replace(key, path=(*prefix, name))
         if key.section is not None:
@@ -83,21 +84,22 @@ def _annotations(root: type) -> Mapping[str, Any]:
 
 
 def nearest_key(section: type, path: KeyPath, root: type) -> str | None:
-    """Return the key that the writer of the unknown key `path` in `section` may have meant: here, or else anywhere in
+    """Return the key that the user probably meant by the unknown `path`: a key of `section`, or else any key of
     `root`."""
     *parents, name = path
-    if near := difflib.get_close_matches(name, fields_of(section), n=1):
-        return dotted((*parents, near[0]))
+    if similar := difflib.get_close_matches(name, fields_of(section), n=1):
+        return dotted((*parents, similar[0]))
     names = {key.path[-1] for key in schema_keys(root)}
     inside = dotted((*parents, ""))
-    for meant in difflib.get_close_matches(name, names, n=1, cutoff=0.8):  # far away, only what is very near
-        places = [dotted(_with_names_of(path, key.path)) for key in schema_keys(root) if key.path[-1] == meant]
+    # elsewhere, accept only a very similar name
+    for candidate in difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+        places = [dotted(_with_names_of(path, key.path)) for key in schema_keys(root) if key.path[-1] == candidate]
         return next((place for place in places if place.startswith(inside)), places[0])
     return None
 
 
 def _with_names_of(path: KeyPath, place: KeyPath) -> KeyPath:
-    """Return `place` with the names that the writer of `path` chose, as far as both go the same way."""
+    """Return `place` with the names that the user chose in `path`, as far as both paths agree."""
     return tuple(
         path[depth] if name == ENTRY and place[:depth] == path[:depth] and depth < len(path) else name
         for depth, name in enumerate(place)
@@ -122,7 +124,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def _field_docs(section: type) -> dict[str, str]:
-    """Return the docstring under each field; Python keeps none of these at run time, so the source is read."""
+    """Return the docstring under each field. Python discards them at run time, so read the source."""
     docs: dict[str, str] = {}
     for declared in filter(dataclasses.is_dataclass, reversed(section.__mro__)):
         (statement,) = ast.parse(inspect.getsource(declared)).body
@@ -146,14 +148,14 @@ _NO_TEXT = re.compile(r"[-+]?[0-9][0-9_.]*([eE][-+]?[0-9]+)?|true|false|yes|no|o
 def convert(
     root: type[AnyTyped], values: Mapping[str, Any], secrets: Secrets, origin: Callable[[KeyPath], str]
 ) -> tuple[AnyTyped | None, list[Problem]]:
-    """Return the configuration typed as `root`, or None and what is wrong; `origin` says where a key stands."""
+    """Return the configuration typed as `root`, or None and the problems. `origin` returns where a key was set."""
     conversion = _Conversion(root, values, secrets, origin)
     config = conversion.section(root, values, ())
     return (None if config is UNUSABLE else config), conversion.problems
 
 
 class _Conversion:
-    """One pass over the values; each method returns the typed value, or UNUSABLE after reporting why."""
+    """One pass over the values. Each method returns the typed value, or UNUSABLE after reporting a problem."""
 
     def __init__(
         self, root: type, values: Mapping[str, Any], secrets: Secrets, origin: Callable[[KeyPath], str]
@@ -169,31 +171,32 @@ class _Conversion:
             return self._wrong(path, "a section of keys", values)
         known = fields_of(section)
         unknown = {name: nearest_key(section, (*path, name), self._root) for name in values if name not in known}
-        for name, meant in unknown.items():
+        for name, suggestion in unknown.items():
             answers = {leaf: self._answer(leaf, value) for leaf, value in leaves_of(values[name], (*path, name))}
             if any(answers.values()):
                 for leaf, answer in answers.items():
                     self._report(leaf, "unknown key", answer or "verl's: see docs/coming-from-verl.md")
             else:
-                self._report((*path, name), "unknown key", _unknown_key_fix(name, meant, (*path, name), known))
-        given = {}
+                self._report((*path, name), "unknown key", _unknown_key_fix(name, suggestion, (*path, name), known))
+        typed = {}
         for name, key in known.items():
             inner = (*path, name)
             if name in values:
-                given[name] = self._value(key.annotation, values[name], inner)
+                typed[name] = self._value(key.annotation, values[name], inner)
             elif not key.required or dotted(inner) in unknown.values():
-                continue  # the default holds, or the key is there, misspelled
+                continue  # use the default; or a misspelled key was already reported
             elif key.section is not None:
-                given[name] = self.section(key.section, {}, inner)
+                typed[name] = self.section(key.section, {}, inner)
             else:
-                given[name] = self._report(inner, "is required and missing", key.doc.split(". ")[0].rstrip("."))
-        return UNUSABLE if unknown or any(value is UNUSABLE for value in given.values()) else section(**given)
+                typed[name] = self._report(inner, "is required and missing", key.doc.split(". ")[0].rstrip("."))
+        return UNUSABLE if unknown or any(value is UNUSABLE for value in typed.values()) else section(**typed)
 
     def _answer(self, path: KeyPath, value: Any) -> str:
-        """Return what to write in place of verl's key; empty if this kind of configuration has nothing like it."""
-        if (found := verl_keys.name_for(path)) is not None:
+        """Return what to write instead of verl's key. Return an empty string if this kind of configuration has no
+        equivalent."""
+        if (target := verl_keys.name_for(path)) is not None:
             known = _annotations(self._root)
-            name = re.split("[,=]", found[0])[0]
+            name = re.split("[,=]", target[0])[0]
             if name not in known and known.get(name.rpartition(".")[0]) != dict[str, Any]:
                 return ""
         return verl_keys.answer(path, self._secrets.shown(path, value), self._values)
@@ -206,7 +209,7 @@ class _Conversion:
             (choice,) = (choice for choice in arguments if choice is not type(None))
             return None if value is None else self._value(choice, value, path)
         if value is None:
-            fix = "give it a value, or leave the key out where it has a default"
+            fix = "give it a value, or leave it out if it has a default"
             return self._report(path, "must not be null", fix)
         if origin is Annotated:
             typed, bound = self._value(arguments[0], value, path), arguments[1]
@@ -225,9 +228,9 @@ class _Conversion:
     def _choice(self, choices: tuple[str, ...], value: Any, path: KeyPath) -> Any:
         if value in choices:
             return value
-        near = did_you_mean(str(value), choices)
+        suggestion = did_you_mean(str(value), choices)
         what = f"{self._quote(path, value)} is not one of {', '.join(choices)}"
-        return self._report(path, what, "" if near.startswith("known:") else near)
+        return self._report(path, what, "" if suggestion.startswith("known:") else suggestion)
 
     def _free_keys(self, arguments: tuple[Any, Any], values: Any, path: KeyPath) -> Any:
         if not isinstance(values, dict):
@@ -235,7 +238,7 @@ class _Conversion:
         name_annotation, annotation = arguments
         if annotation is Any:
             return values
-        # A child file takes an entry of its parent out by setting it to null.
+        # A child file removes an entry of its parent by setting it to null.
         entries = {name: value for name, value in values.items() if value is not None}
         names = [self._value(name_annotation, name, (*path, name)) for name in entries]
         typed = {name: self._value(annotation, value, (*path, name)) for name, value in entries.items()}
@@ -263,7 +266,7 @@ class _Conversion:
         elif kind is int and is_number and value.is_integer():
             fix = f"write {int(value)}"
         elif isinstance(value, str) and _NO_TEXT.fullmatch(value):
-            fix = "write it without quotes, or as ${oc.decode:${oc.env:NAME}} where the environment gives it"
+            fix = "write it without quotes, or as ${oc.decode:${oc.env:NAME}} if it comes from the environment"
         return self._wrong(path, _KINDS[kind], value, fix)
 
     def _wrong(self, path: KeyPath, expected: str, value: Any, fix: str = "") -> Any:
@@ -279,19 +282,19 @@ class _Conversion:
         return UNUSABLE
 
 
-_SAMPLED = "responses would be drawn from another distribution than the one that is trained"
+_SAMPLED = "the sampled distribution would differ from the trained one"
 _REFUSED = {
-    "rollout.repetition_penalty": f"refused: {_SAMPLED}; charge repetition in the reward",
+    "rollout.repetition_penalty": f"refused: {_SAMPLED}; penalize repetition in the reward",
     "rollout.presence_penalty": f"refused: {_SAMPLED}",
     "rollout.frequency_penalty": f"refused: {_SAMPLED}",
-    "rollout.min_tokens": f"refused: {_SAMPLED}, without end tokens at first; charge short responses in the reward",
+    "rollout.min_tokens": f"refused: {_SAMPLED}; penalize short responses in the reward",
 }
-"""What the field has and mrl has not, and why."""
+"""Keys of other trainers that mrl does not support, with the reason."""
 
 
-def _unknown_key_fix(name: str, meant: str | None, path: KeyPath, known: Iterable[str]) -> str:
+def _unknown_key_fix(name: str, suggestion: str | None, path: KeyPath, known: Iterable[str]) -> str:
     if dotted(path) in _REFUSED:
         return _REFUSED[dotted(path)]
     if "." in name:
         return f"write it as nested sections, or as {dotted(path)}=... on the command line"
-    return f'did you mean "{meant}"?' if meant else f"known: {', '.join(sorted(known))}"
+    return f'did you mean "{suggestion}"?' if suggestion else f"known: {', '.join(sorted(known))}"

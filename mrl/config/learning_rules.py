@@ -1,6 +1,7 @@
-"""Rules of what is learned from what: teachers, samples of older weights, validation; and of `mrl sft`, `rm` and `dpo`.
+"""Rules for learning: teachers, samples from older weights, validation, and `mrl sft`, `mrl rm` and `mrl dpo`.
 
-What would be learned wrong, or cannot be measured, and a setting that would do nothing, is said before anything starts.
+These rules reject, before anything starts, a configuration that would learn or measure the wrong thing, and a setting
+that would have no effect.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _OF_MEANS = ("ipo_sum", "ipo_mean", *WITHOUT_REFERENCE)
 
 def check_learning_rules(config: AnyConfig) -> Iterator[Problem]:
     if config.validation.every and not config.data.validation:
-        yield problem("validation.every", "data.validation names no source", "add one, or validation.every=0")
+        yield problem("validation.every", "data.validation has no source", "add one, or validation.every=0")
     if config.validation.keep_best and not config.validation.every:
         yield problem("validation.keep_best", "nothing is validated: validation.every is 0", "validation.every=10")
     if isinstance(config, SftConfig):
@@ -44,29 +45,29 @@ def _validation(config: Config) -> Iterator[Problem]:
         yield problem("validation.k", what, nearest("validation.samples_per_prompt", [validation.counts[-1]]))
     plain = {"samples_per_prompt": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
     for name, value in plain.items() if validation.greedy else ():
-        if (given := getattr(validation, name)) != value:
-            what = f"{given} means nothing beside validation.greedy, which draws nothing"
+        if (actual := getattr(validation, name)) != value:
+            what = f"{actual} has no effect with validation.greedy, which does not sample"
             yield problem(f"validation.{name}", what, f"validation.{name}={value:g}, or validation.greedy=false")
     figures, key = validation_figures(config), "validation.best_metric"
     names = [f"val/{figure}" for figure in figures] + ["val/teacher_kl"] * (config.teacher is not None)
     is_read = validation.every or validation.best_metric is not None
     if is_read and names and validation.source_of_best(figures) is None and validation.best not in names:
-        fix = f"{did_you_mean(validation.best, names)} Or of one source: val/SOURCE/{figures[0]}"
+        fix = f"{did_you_mean(validation.best, names)} Or for one source: val/SOURCE/{figures[0]}"
         yield problem(key, f'validation has no figure "{validation.best}"', fix)
     functions = [function.name for function in config.validation_reward().functions.values()]
     if "/solved/maj@" in validation.best and not any(map(gives_answers, functions)):
         listed = ", ".join(functions) or "no function"
-        yield problem(key, f"answers vote, and none is given by {listed}", f"{key}={names[0]}")
+        yield problem(key, f"maj@k needs answers to vote on, but none is reported by {listed}", f"{key}={names[0]}")
 
 
 def validation_figures(config: Config) -> list[str]:
-    """Return what is measured of each source and of all together, as it stands behind `val/` or `val/SOURCE/`."""
+    """Return the metrics of each source and of all together, without the prefix `val/` or `val/SOURCE/`."""
     models = [label_of(role) for role in config.scoring_models()]
     return config.validation.figures(models, by_rule=is_measured(config))
 
 
 def _distillation(config: Config) -> Iterator[Problem]:
-    """Yield every problem between a teacher, the form of distillation, and how samples are drawn and used."""
+    """Yield conflicts between the teacher, the form of distillation, and how samples are drawn and used."""
     distillation, rollout, key = config.algorithm.distillation, config.rollout, _DISTILLATION
     if distillation is None:
         if config.teacher is not None:
@@ -74,23 +75,23 @@ def _distillation(config: Config) -> Iterator[Problem]:
         return
     form, estimator = distillation.form, distillation.estimator
     if config.teacher is None:
-        yield problem(key, "there is no teacher section", f"add one, or {key}=null")
+        yield problem(key, "the section `teacher` is missing", f"add one, or {key}=null")
     if form in ("advantage", "sampled") and (rollout.top_p < 1 or rollout.top_k):
-        what = f"{form} is a mean over the policy's own tokens; top_p and top_k draw from others"
+        what = f"{form} averages over tokens drawn from the policy; top_p and top_k draw from another distribution"
         yield problem(f"{key}.form", what, f"{key}.form=top_k, or rollout.top_p=1 and rollout.top_k=0")
     if config.batch.samples_per_prompt == 1 and (advantage := config.algorithm.advantage) in _COMPARING:
-        what = f"{advantage} compares the samples of a prompt, and there is one"
+        what = f"{advantage} compares the samples of a prompt, but there is only one"
         fix = "algorithm.advantage=reinforce_plus_plus, or batch.samples_per_prompt=8"
         yield problem("algorithm.advantage", what, fix)
     if form == "sampled" and estimator in ("k1", "kl"):
-        what = f"as a loss {estimator} exerts no force on average"
+        what = f"as a loss, {estimator} has zero gradient on average"
         yield problem(f"{key}.estimator", what, f"{key}.estimator=k2, or {key}.form=advantage")
     if form == "sampled" and (updates := updates_per_step(config.batch)) > 1:
-        what = f"of {updates} updates a step, all but the first meet tokens that another policy drew"
-        yield problem(f"{key}.form", what, f"{key}.form=advantage, which is clipped, or one update a step")
+        what = f"a step has {updates} updates, and each after the first uses tokens drawn from another policy"
+        yield problem(f"{key}.form", what, f"{key}.form=advantage, which is clipped, or one update per step")
     if config.reward.functions or config.reward_model or config.agent.environments:
         return
-    what = "goes by scores, and the teacher alone says what is learned"
+    what = "needs scores, but only the teacher is configured"
     if config.algorithm.dynamic_sampling is not None:
         yield problem("algorithm.dynamic_sampling", what, "algorithm.dynamic_sampling=null")
     if config.data.sampler == "difficulty":
@@ -98,74 +99,78 @@ def _distillation(config: Config) -> Iterator[Problem]:
 
 
 def _asynchrony(config: Config) -> Iterator[Problem]:
-    """Yield what would be learned wrong from samples of older weights, or not be faster."""
+    """Yield settings that would learn wrongly from samples of older weights, or would not be faster."""
     asynchrony, in_flight = config.asynchrony, config.asynchrony.weights == "in_flight"
     if asynchrony.replay and not (asynchrony.ahead and in_flight):
-        what = "it is of no use where weights do not come in flight: the same configuration gives the same run"
+        what = "has no effect unless weights arrive in flight: without that, the same configuration gives the same run"
         yield problem("asynchrony.replay", what, "asynchrony.replay=null, and the same seeds")
     if not asynchrony.ahead:
         for name, value, default in (("weights", "in_flight", "between"), ("cache", "keep", "null")):
             if getattr(asynchrony, name) == value:
-                key, what = f"asynchrony.{name}", f"{value} means nothing where nothing is ahead"
+                key, what = f"asynchrony.{name}", f"{value} has no effect without batches ahead"
                 yield problem(key, what, f"asynchrony.ahead=1, or {key}={default}")
         return
     ahead = f"{asynchrony.ahead} batches ahead"
     if config.algorithm.correction is None:
-        what = f"{ahead}: samples of older weights would be learned from as if the present ones had drawn them"
+        what = f"{ahead}: samples of older weights would be used as if the current weights had drawn them"
         yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
     for name, everything in (("top_p", 1), ("top_k", 0)):
-        if (given := getattr(config.rollout, name)) != everything:
-            what = f"{given}: {ahead} are weighed by log-probs of another distribution than that which is drawn from"
+        if (actual := getattr(config.rollout, name)) != everything:
+            what = f"{actual}: {ahead} are weighted by log-probs that are not those of the sampling distribution"
             yield problem(f"rollout.{name}", what, f"rollout.{name}={everything}, or asynchrony.ahead=0")
     if in_flight:
-        for why in _against_in_flight(config):
-            yield problem("asynchrony.weights", f"in_flight beside {why}", "asynchrony.weights=between")
+        for conflict in _against_in_flight(config):
+            yield problem(
+                "asynchrony.weights", f"in_flight cannot be combined with {conflict}", "asynchrony.weights=between"
+            )
     elif "actor" in config.placement.roles and not has_own_rollout_pool(config):
-        what = "between batches nothing can be ahead: the engines take turns with the actor on the same devices"
-        fix = "in_flight, which carries unfinished samples over, or a pool of their own (placement.roles.rollout)"
+        what = "with weights `between` batches, none can be ahead: engines and actor take turns on the same devices"
+        fix = (
+            "use in_flight, which carries unfinished samples over, or a pool for the engines (placement.roles.rollout)"
+        )
         yield problem("asynchrony.weights", what, fix)
     if asynchrony.cache == "keep" and not (in_flight and has_own_rollout_pool(config)):
-        fix = "asynchrony.cache=null, or weights in flight and a pool for rollout"
-        yield problem("asynchrony.cache", "no cache is there any more when weights come", fix)
+        fix = "asynchrony.cache=null, or weights in flight and an own pool for rollout"
+        yield problem("asynchrony.cache", "the cache no longer exists when weights arrive", fix)
 
 
 def _against_in_flight(config: Config) -> Iterator[str]:
     if config.algorithm.advantage == "remax":
-        yield "algorithm.advantage=remax: its greedy answer would be of other weights"
+        yield "algorithm.advantage=remax: its greedy answer would come from other weights"
     if config.algorithm.dynamic_sampling is not None:
         yield "algorithm.dynamic_sampling: which prompts are drawn for which batch would depend on how fast samples end"
     if config.agent.deterministic:
-        yield "agent.deterministic=true: when the weights come does not follow from the seeds"
+        yield "agent.deterministic=true: the seeds do not determine when weights arrive"
     if config.data.sampler != "shares" and config.scoring_models():
-        yield "data.sampler and a reward model: prompts are learned of by what functions alone score"
+        yield "data.sampler and a reward model: the sampler sees only the scores of functions"
 
 
 def _epochs(config: SftConfig) -> Iterator[Problem]:
     steps, epochs = config.training.steps, config.training.epochs
     if (steps is None) == (epochs is None):
-        what = "neither steps nor epochs say when to end" if steps is None else "steps and epochs both say when to end"
+        what = "steps and epochs are both null" if steps is None else "steps and epochs are both set"
         yield problem("training", what, "training.epochs=null" if epochs else "training.epochs=1")
     if epochs and any(source.weight is not None for source in config.data.train.values()):
-        what = "sources with weights have no epoch in common"
-        yield problem("training.epochs", what, "training.steps, or no weights")
+        what = "sources with weights have no common epoch"
+        yield problem("training.epochs", what, "set training.steps, or remove the weights")
 
 
 def _ranked(config: RankedConfig) -> Iterator[Problem]:
     batch, limit, cp = config.batch, config.actor.max_tokens_per_device, config.actor.parallel.cp
     if batch.messages is not None:
         fix = "batch.messages=null; columns.chosen may hold whole conversations"
-        yield problem("batch.messages", "responses that were ranked stand in columns.chosen and columns.rejected", fix)
+        yield problem("batch.messages", "ranked responses are read from columns.chosen and columns.rejected", fix)
     if batch.loss_on != "last":
-        yield problem("batch.loss_on", "of ranked responses the last message alone is compared", "batch.loss_on=last")
+        yield problem("batch.loss_on", "only the last message of ranked responses is compared", "batch.loss_on=last")
     yield from _columns(config)
-    if config.is_of_pairs() and (longest := tokens_limit(config)) > limit * cp:  # each stands behind the prompt
+    if config.is_of_pairs() and (longest := tokens_limit(config)) > limit * cp:  # both responses repeat the prompt
         lengths, key = f"{batch.max_prompt_tokens} + {batch.max_response_tokens}", "actor.max_tokens_per_device"
         what = f"a pair of 2 x (max_prompt_tokens + max_response_tokens) = 2 x ({lengths}) = {longest} does not fit"
         yield problem(key, f"{what} in {room_of(limit, cp)}", f"smallest: {key}={math.ceil(longest / cp)}")
     if isinstance(config, RmConfig) and config.reward.loss == "regression":
         for name, nothing in (("margin", "false"), ("smoothing", "0"), ("centering", "0")):
             if getattr(config.reward, name):
-                what = "is of pairs, and regression learns each response's own number"
+                what = "applies to pairs, but regression learns a number for each response"
                 yield problem(f"reward.{name}", what, f"reward.{name}={nothing}")
     if isinstance(config, DpoConfig):
         yield from _preference(config)
@@ -177,31 +182,33 @@ def _columns(config: RankedConfig) -> Iterator[Problem]:
     for source_key, source in config.data.sources():
         key, columns = f"{source_key}.columns", source.columns
         if columns.rejected is None and not regression:
-            yield problem(f"{key}.rejected", "a preference is of two responses", f"{key}.rejected=rejected")
+            yield problem(f"{key}.rejected", "a preference needs two responses", f"{key}.rejected=rejected")
         if columns.label is None and reads_label:
-            who, name = ("reward.loss=regression learns", "score") if regression else ("reward.margin reads", "margin")
-            what = f"{who} a number of each row, and no column has it"
+            reader, name = (
+                ("reward.loss=regression learns", "score") if regression else ("reward.margin reads", "margin")
+            )
+            what = f"{reader} a number from each row, but no column is set"
             yield problem(f"{key}.label", what, f"{key}.label={name}")
         if columns.label is not None and not reads_label:
-            yield problem(f"{key}.label", "nothing reads it", f"{key}.label=null, or reward.margin=true in `mrl rm`")
+            yield problem(f"{key}.label", "no loss reads it", f"{key}.label=null, or reward.margin=true in `mrl rm`")
 
 
 def _preference(config: DpoConfig) -> Iterator[Problem]:
-    given, loss, key = config.preference, config.preference.loss, "preference"
+    options, loss, key = config.preference, config.preference.loss, "preference"
     if loss in OF_A_BATCH:
         what = f"{loss} depends on how an update is cut into micro-batches: {OF_A_BATCH[loss]}"
         yield problem(f"{key}.loss", what, f"{key}.loss=sigmoid")
     if loss not in PREFERENCE_LOSSES:
         return
-    if given.smoothing and loss not in _SMOOTHED:
+    if options.smoothing and loss not in _SMOOTHED:
         yield problem(f"{key}.smoothing", f"{loss} does not read it", f"{key}.loss=conservative, or {key}.smoothing=0")
-    if given.gamma and loss != "simpo":
+    if options.gamma and loss != "simpo":
         yield problem(f"{key}.gamma", f"{loss} does not read it", f"{key}.loss=simpo, or {key}.gamma=0")
-    if given.average and loss in _OF_MEANS:
-        yield problem(f"{key}.average", f"{loss} says itself whether it is of means", f"{key}.average=false")
-    if given.reference == "once" and loss in WITHOUT_REFERENCE:
-        what = f"{loss} knows no reference: there is nothing to compute"
+    if options.average and loss in _OF_MEANS:
+        yield problem(f"{key}.average", f"{loss} itself determines whether it averages", f"{key}.average=false")
+    if options.reference == "once" and loss in WITHOUT_REFERENCE:
+        what = f"{loss} uses no reference, so there is nothing to compute"
         yield problem(f"{key}.reference", what, f"{key}.loss=sigmoid, or {key}.reference=in_place")
-    if loss == "orpo" and not given.sft_weight:
-        what = "ORPO is its odds ratio beside the likelihood of what was preferred, which has no weight"
+    if loss == "orpo" and not options.sft_weight:
+        what = "ORPO adds the likelihood of the preferred response to its odds ratio, but its weight is 0"
         yield problem(f"{key}.sft_weight", what, f"{key}.sft_weight=1")

@@ -1,6 +1,6 @@
-"""`load_config`: files and overrides in, the typed configuration out, or all that is wrong with it at once.
+"""`load_config`: files and overrides in; the typed configuration, or all of its errors at once, out.
 
-The models that it names are found before a run begins, and written down so that it goes on with them.
+`settle_models` finds the models before a run begins, and records them so that a resumed run uses the same ones.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from mrl.hub import HubName, model_directory
 AnyTyped = TypeVar("AnyTyped", Config, SftConfig, RmConfig, DpoConfig)
 AnyKind = type[Config] | type[SftConfig] | type[RmConfig] | type[DpoConfig]
 VERBS: Mapping[AnyKind, str] = {Config: "train", SftConfig: "sft", RmConfig: "rm", DpoConfig: "dpo"}
-"""Which command trains by which kind of configuration."""
+"""The command that trains with each kind of configuration."""
 MODELS_FILE = "models.json"
-"""In the directory of a run: which models it began with."""
+"""File in the run directory that records the models of the run."""
 _FROM_ACTOR = ("parallel", "dtype", "max_tokens_per_device", "megatron")
-_TOLD_BY = {"rm": "reward", "dpo": "preference"}
-"""The section by which their configurations differ from that of `mrl sft`."""
+_EXTRA_SECTIONS = {"rm": "reward", "dpo": "preference"}
+"""The section that distinguishes the configuration of a command from that of `mrl sft`."""
 
 
 @dataclass(frozen=True)
 class Resolved(Generic[AnyTyped]):
-    """A configuration that passed every check, with where each value came from."""
+    """A configuration that passed every check, with the origin of each value."""
 
     path: str
     config: AnyTyped
     warnings: tuple[str, ...]
-    """What could not be checked on this machine, and why."""
+    """Checks that were not possible on this machine, with the reason."""
     secrets: Secrets
     _layer: ConfigLayer
     models: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """Key -> `name`, `revision` and `directory` of each model, once they have been found."""
+    """Key -> `name`, `revision` and `directory` of each model, after `settle_models`."""
 
     def origin(self, path: KeyPath) -> str:
         """Return `file.yaml:12`, `command line` or `default`."""
@@ -60,29 +60,29 @@ class Resolved(Generic[AnyTyped]):
 
 
 def load_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Config]:
-    """Load a file with `key.path=value` overrides; ConfigError lists everything that is wrong."""
+    """Load a file with `key.path=value` overrides. ConfigError lists everything that is wrong."""
     return _load(Config, path, overrides)
 
 
 def load_config_of(verb: str, path: str, overrides: Iterable[str] = ()) -> Resolved[Any]:
-    """Load the kind of configuration by which this command trains."""
-    (kind,) = (kind for kind, each in VERBS.items() if each == verb)
+    """Load the kind of configuration that this command uses."""
+    (kind,) = (kind for kind, name in VERBS.items() if name == verb)
     loaded: Resolved[Any] = _load(kind, path, overrides)
     return loaded
 
 
 def load_any_config(path: str, overrides: Iterable[str] = ()) -> Resolved[Any]:
-    """Load a configuration of any of them: its keys say which it is."""
-    given = list(overrides)
+    """Load a configuration of any kind, recognized by its keys."""
+    listed = list(overrides)
     try:
-        values = merge(read_chain(path), read_overrides(given)[0]).values
+        values = merge(read_chain(path), read_overrides(listed)[0]).values
     except ConfigError:
-        values = {}  # `load_config` says what is wrong
-    return load_config_of(VERBS[_kind_of(values) or Config], path, given)
+        values = {}  # `load_config_of` reports the error
+    return load_config_of(VERBS[_kind_of(values) or Config], path, listed)
 
 
 def config_kind(path: str) -> AnyKind | None:
-    """Return which kind of configuration a file is, whether it is right or not; None where that cannot be said."""
+    """Return the kind of configuration in a file, valid or not. Return None if it cannot be recognized."""
     try:
         return _kind_of(read_chain(path).values)
     except ConfigError:
@@ -99,8 +99,8 @@ def _kind_of(values: Mapping[str, Any]) -> AnyKind | None:
 
 
 def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved[AnyTyped]:
-    given = list(overrides)
-    override_layer, problems = read_overrides(given)
+    listed = list(overrides)
+    override_layer, problems = read_overrides(listed)
     try:
         file_layer = read_chain(path)
     except ConfigError as error:
@@ -110,9 +110,9 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
     kind = _kind_of(layer.values)
     if kind is not None and VERBS[kind] != VERBS[root]:
         verb = VERBS[kind]
-        what = f"is a configuration of `mrl {verb}`, not of `mrl {VERBS[root]}`"
-        lacks = _TOLD_BY.get(VERBS[root]) if kind is SftConfig else None
-        fix = f"mrl {verb} {path}{f', or add the section {lacks}' if lacks else ''}"
+        what = f"this is a configuration of `mrl {verb}`, not of `mrl {VERBS[root]}`"
+        missing = _EXTRA_SECTIONS.get(VERBS[root]) if kind is SftConfig else None
+        fix = f"mrl {verb} {path}{f', or add the section {missing}' if missing else ''}"
         raise Secrets().error([Problem(path, "", what, fix)])
     values, unresolved, secrets = interpolate(layer, path)
     problems += unresolved
@@ -130,34 +130,34 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
         problems, warnings = _check(config)
         for key, text in (("run.name", config.run.name), ("run.dir", config.run.dir)):
             if secrets.hide(text) != text:
-                what = "holds a secret, and would name a directory"
-                problems.append(Problem("", key, what, "name the run by something public"))
+                what = "contains a secret, which would become the name of a directory"
+                problems.append(Problem("", key, what, "choose a name without secrets"))
         problems = [dataclasses.replace(problem, where=origin(tuple(problem.key.split(".")))) for problem in problems]
     if config is None or problems:
         raise secrets.error(problems)
     if config.training.fallback:
-        given += config.training.fallback
-        _check_fallback(root, path, given)
+        listed += config.training.fallback
+        _check_fallback(root, path, listed)
     hidden = tuple(secrets.hide(warning) for warning in warnings)
     return Resolved(path, config, hidden, secrets, ConfigLayer(values, layer.origins))
 
 
 def _with_reference(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the section of a reference model that has a pool; it takes from the actor each key that it
-    is not given."""
+    """Return the values, with the section of a reference model that has a pool. Keys that it does not set are taken
+    from the actor."""
     placement, reference, actor = (values.get(name) for name in ("placement", "reference", "actor"))
     roles = placement.get("roles") if isinstance(placement, dict) else None
     if reference is None and isinstance(roles, dict) and roles.get("reference") is not None:
         reference = {}
     if not isinstance(reference, dict) or not isinstance(actor, dict):
-        return values  # there is none, or the schema says what is wrong
+        return values  # no reference model, or the schema reports the error
     own = {name: value for name, value in reference.items() if value is not None}
     of_actor = {name: actor[name] for name in _FROM_ACTOR if name in actor}
     return values | merge(ConfigLayer({"reference": of_actor}), ConfigLayer({"reference": own})).values
 
 
 def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
-    """Return what is wrong, and what could not be checked on this machine."""
+    """Return the problems, and the checks that were not possible on this machine."""
     problems, warnings = check_passthrough(config)
     for check in (check_rules, check_data, check_names, check_learning_rules):
         problems += check(config)
@@ -178,7 +178,7 @@ def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
 
 
 def _check_fallback(root: type[AnyTyped], path: str, overrides: Sequence[str]) -> None:
-    """Refuse a fallback that is wrong now, not after the loss for which it is meant."""
+    """Reject a wrong fallback now, not after the loss that it is meant for."""
     try:
         _load(root, path, [*overrides, "training.fallback=[]"])
     except ConfigError as error:
@@ -187,7 +187,7 @@ def _check_fallback(root: type[AnyTyped], path: str, overrides: Sequence[str]) -
 
 
 def model_names(config: AnyConfig) -> dict[str, str]:
-    """Return key -> what it names, for every model that a role begins with."""
+    """Return key -> name of every model that a role starts from."""
     names = dict(config.model_of(role) for role in config.model_roles())
     if isinstance(config, Config) and config.judge is not None:
         names["judge.path"] = config.judge.path
@@ -195,16 +195,16 @@ def model_names(config: AnyConfig) -> dict[str, str]:
 
 
 def settle_models(resolved: Resolved[AnyTyped]) -> Resolved[AnyTyped]:
-    """Find every model that is named, downloaded if need be, and name those of the hub by their commits.
+    """Find every model, download it if necessary, and name models of the hub by their commits.
 
-    A run that goes on has the commit that it began with, whatever a branch has come to mean since.
+    A resumed run uses the commit that it began with, even if the branch has moved since.
     """
     names, models = {}, {}
-    before = _recorded(resolved.config)
+    recorded = _recorded(resolved.config)
     for key, name in model_names(resolved.config).items():
-        hub, revision, then = HubName.parse(name), None, before.get(key, {})
-        if hub is not None and then.get("name") == name and then.get("revision"):
-            hub = HubName(hub.repository, then["revision"])
+        hub, revision, previous = HubName.parse(name), None, recorded.get(key, {})
+        if hub is not None and previous.get("name") == name and previous.get("revision"):
+            hub = HubName(hub.repository, previous["revision"])
         directory = model_directory(name if hub is None else str(hub), download=True)
         if hub is not None:
             revision = directory.name
@@ -214,14 +214,14 @@ def settle_models(resolved: Resolved[AnyTyped]) -> Resolved[AnyTyped]:
     config = rename_models(resolved.config, names)
     if config == resolved.config:
         return settled
-    problems, warnings = _check(config)  # every rule is asked once more
+    problems, warnings = _check(config)  # apply every rule again, now with the files of the models
     if problems:
         raise resolved.secrets.error(map(resolved.located, problems))
     return dataclasses.replace(settled, config=config, warnings=tuple(map(resolved.secrets.hide, warnings)))
 
 
 def in_directories(config: AnyTyped) -> AnyTyped:
-    """Return the same configuration with the directories of its models on this machine in place of their names."""
+    """Return the same configuration with the local directories of its models instead of their names."""
     return rename_models(config, {key: str(model_directory(name)) for key, name in model_names(config).items()})
 
 
@@ -247,13 +247,13 @@ def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
 
 
 def _recorded(config: AnyConfig) -> dict[str, dict[str, Any]]:
-    """Return what the run wrote of its models when it began, where it goes on."""
+    """Return the models that the run recorded when it began. Return none if the run is new."""
     file = Path(config.run.dir, config.run.name, MODELS_FILE)
     if config.training.resume != "auto" or not file.is_file():
         return {}
     try:
         models: dict[str, dict[str, Any]] = json.loads(files.read_text(file))
     except (OSError, ValueError) as error:
-        what = f"what the run wrote of its models cannot be read: {error}"
-        raise ConfigError([Problem(str(file), "run.name", what, "remove the file to look for them anew")]) from error
+        what = f"cannot read the models that the run recorded: {error}"
+        raise ConfigError([Problem(str(file), "run.name", what, "remove the file to find the models again")]) from error
     return models

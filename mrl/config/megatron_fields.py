@@ -1,7 +1,7 @@
-"""Megatron's settings of data parallelism and optimizer: which are taken, and which are refused for what reason.
+"""Megatron's settings of data parallelism and the optimizer: accepted, or refused with a reason.
 
-A field is taken when a test holds it against a plain run (tests/engine/test_megatron_settings.py). Everything else is
-refused, a field of a newer Megatron too, until somebody has tried it. What is refused may be switched off.
+A field is accepted if a test compares it with a plain run (tests/engine/test_megatron_settings.py). All other fields
+are refused, including those of a newer Megatron. A refused field may be set to its off value.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-_UNKNOWN = "no test of mrl holds it against a plain run"
-_NOT_FINITE = "mrl itself skips, counts and names updates that are not finite"
-_FSDP = "it belongs to Megatron's FSDP; mrl trains with the distributed optimizer"
-LOW_PRECISION = "training in 8 or 4 bits has not been proven"
+_UNKNOWN = "no test of mrl compares it with a plain run"
+_NOT_FINITE = "mrl already skips, counts and reports updates that are not finite"
+_FSDP = "it is for Megatron's FSDP; mrl trains with the distributed optimizer"
+LOW_PRECISION = "training in 8 or 4 bits has not been tested"
 _FP16 = "it scales the loss for float16; mrl trains in bfloat16 or float32"
-ADDRESS = "memory that leaves the device between phases comes back at another address"
-_STATE = "gradients and optimizer state are float32: nothing else has been proven with offload and checkpoints"
+ADDRESS = "memory that is moved off the device between phases returns at another address"
+_STATE = "gradients and optimizer state are float32: other types have not been tested with offload and checkpoints"
 _LATE = "parameters are gathered right after a step, because they are sent to the engines"
-_HOST_ADAM = "mrl moves the whole optimizer state to the host between updates already"
-_ONE_RATE = "a role has one learning rate, which its metrics show"
-UNSEEN = "nothing in mrl reads what it makes"
-CUT = "it would depend on how the batch is cut: it is not normalized over all of it"
-DROPPED = "tokens beyond an expert's capacity would be dropped in training, but not by the engine"
-RANDOM = "log-probs would be of another policy than the one that the engine samples from"
+_HOST_ADAM = "mrl already moves the whole optimizer state to the host between updates"
+_ONE_RATE = "a role has one learning rate, which is reported in its metrics"
+UNSEEN = "mrl does not read its output"
+CUT = "its value would depend on how the batch is split: it is not normalized over the whole batch"
+DROPPED = "tokens beyond an expert's capacity would be dropped in training, but not in the engine"
+RANDOM = "log-probs would not be those of the policy that the engine samples from"
 
 
 @dataclass(frozen=True)
 class FieldRules:
-    """Which fields of one of the libraries' classes are taken."""
+    """The fields of a library's class that are accepted."""
 
     taken: Mapping[str, tuple[Any, ...]]
-    """Name -> its possible values, none where any will do. All other fields are refused."""
+    """Name -> its allowed values; empty if any value is allowed. All other fields are refused."""
     refused: Mapping[str, str]
-    """Pattern of names -> why; the first that fits counts."""
+    """Pattern of names -> reason. The first matching pattern applies."""
 
     def reason(self, name: str) -> str:
-        """Return why a field that is not taken is refused; empty where nobody has decided about it."""
+        """Return why a field is refused. Return an empty string if no pattern matches."""
         return next((why for pattern, why in self.refused.items() if fnmatchcase(name, pattern)), "")
 
     def refusal(self, name: str, value: Any) -> str:
-        """Return why a field may not have that value; empty where it may."""
+        """Return why a field may not have that value, or an empty string if it may."""
         if name in self.taken:
             values = self.taken[name]
-            wrong = values and any(one not in values for one in (value if isinstance(value, list) else [value]))
+            wrong = values and any(item not in values for item in (value if isinstance(value, list) else [value]))
             return f"it must be {' or '.join(map(str, values))}" if wrong and value is not None else ""
         return "" if value in (False, None, "", "none") else self.reason(name) or _UNKNOWN
 
@@ -58,9 +58,9 @@ DDP = FieldRules(
     },
     refused={
         "align_param_gather": _LATE,
-        "num_distributed_optimizer_instances": "groups of several instances are not made",
+        "num_distributed_optimizer_instances": "groups of several instances are not created",
         "check_for_*": _NOT_FINITE,
-        "average_in_collective": "gradients are added up: the loss is normalized over the global batch",
+        "average_in_collective": "gradients are summed: the loss is normalized over the global batch",
         "delay_wgrad_compute": "both halves of a backward pass are computed together",
         "nccl_ub": ADDRESS,
         "disable_symmetric_registration": ADDRESS,

@@ -1,7 +1,7 @@
-"""Which rank is which coordinate of a role's parallel layout: pure arithmetic, in Megatron's rank order.
+"""The coordinates of each rank in a role's parallel layout, in Megatron's rank order.
 
-Dense layers order the ranks tp (fastest), cp, dp, pp (slowest); expert layers etp, ep, edp, pp. Both cover
-the same ranks, so one rank has a coordinate in each.
+Dense layers order the ranks tp (fastest), cp, dp, pp (slowest); expert layers etp, ep, edp, pp. Both cover the same
+ranks, so each rank has coordinates in both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mrl.errors import PlacementError
 
 @dataclass(frozen=True)
 class Coordinates:
-    """One rank's place in every axis of its role's layout."""
+    """Position of one rank on every axis of its role's layout."""
 
     rank: int
     tp: int
@@ -27,7 +27,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The layout of one role over `world_size` ranks; data-parallel sizes follow from the rest."""
+    """Layout of one role over `world_size` ranks. The data-parallel sizes follow from the others."""
 
     world_size: int
     tp: int = 1
@@ -49,7 +49,7 @@ class Mesh:
 
     @property
     def dp(self) -> int:
-        """Return the data-parallel size: how many shards a batch is split into."""
+        """Return the data-parallel size, the number of shards of a batch."""
         return self.world_size // (self.tp * self.cp * self.pp)
 
     @property
@@ -69,7 +69,7 @@ class Mesh:
         )
 
     def is_output_rank(self, rank: int) -> bool:
-        """Return whether `rank` answers for its data-parallel shard: the first of tp and cp on the last pipeline
-        stage."""
+        """Return whether `rank` returns the results of its data-parallel shard: it is first in tp and cp on the last
+        pipeline stage."""
         at = self.coordinates(rank)
         return at.tp == 0 and at.cp == 0 and at.pp == self.pp - 1

@@ -1,4 +1,4 @@
-"""Rules between a layout and the model: layers over stages, heads over tensor ranks, experts over expert ranks."""
+"""Rules between a layout and the model: layers per stage, heads per tensor rank, experts per expert rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model; None where its `config.json` does not say."""
+    """Sizes of a model. A size is None if `config.json` does not give it."""
 
     layers: int | None = None
     heads: int | None = None
@@ -34,12 +34,12 @@ class ModelShape:
     experts: int | None = None
     positions: int | None = None
     window: int | None = None
-    """Tokens that attention sees at most; None where layers see all of them."""
+    """Largest number of tokens that attention sees. None if every layer sees all tokens."""
 
 
 def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
-    """Return the shape of a model whose config.json is here, None for one on the hub, or what is wrong under this
-    key."""
+    """Return the shape of a model whose config.json is on this machine, None for a model on the hub, or a problem of
+    `key`."""
     directory = local_files(path)
     if directory is None and HubName.parse(path) is None:
         return problem(key, neither(path))
@@ -53,16 +53,16 @@ def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
     except (ValueError, RecursionError):
         return problem(key, f'"{file}" is not JSON')
     if not isinstance(sizes, dict):
-        return problem(key, f'"{file}" holds no keys and values')
-    found = {field: next((sizes[name] for name in names if name in sizes), None) for field, names in _NAMES.items()}
+        return problem(key, f'"{file}" is not a JSON object')
+    shape = {field: next((sizes[name] for name in names if name in sizes), None) for field, names in _NAMES.items()}
     if sizes.get("rope_scaling") or (sizes.get("rope_parameters") or {}).get("factor"):
-        found["positions"] = None  # there are more of them, as many as the kind of scaling says
-    found["window"] = sizes.get("sliding_window") if _has_windows(sizes) else None
-    return ModelShape(**{field: size if isinstance(size, int) and size > 0 else None for field, size in found.items()})
+        shape["positions"] = None  # scaling adds positions, and the number depends on its kind
+    shape["window"] = sizes.get("sliding_window") if _has_windows(sizes) else None
+    return ModelShape(**{field: size if isinstance(size, int) and size > 0 else None for field, size in shape.items()})
 
 
 def _has_windows(sizes: dict[str, Any]) -> bool:
-    """Return whether some layer uses the window: files of Qwen name one also where it is switched off."""
+    """Return whether any layer uses the window. Files of Qwen give a window even if it is switched off."""
     is_qwen = str(sizes.get("model_type")).startswith("qwen")
     if not sizes.get("use_sliding_window", not is_qwen):
         return False
@@ -89,17 +89,17 @@ def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
     if shape is None:
         yield f'layers, heads and experts against the layouts: the files of "{path}" are not on this machine'
         return
-    for what, size in (("layers", shape.layers), ("attention heads", shape.heads)):
+    for part, size in (("layers", shape.layers), ("attention heads", shape.heads)):
         if size is None:
-            yield f"{what} against the layouts: the model's config.json does not give their number"
+            yield f"{part} against the layouts: the model's config.json does not give their number"
 
 
 def _positions(config: Config, shape: ModelShape) -> Iterator[Problem]:
     longest = longest_sample_tokens(config.rollout)
     if shape.positions is not None and longest > shape.positions and "hf_overrides" not in config.rollout.vllm:
-        what = f"with max_prompt_tokens that is {longest} tokens, and the model has {shape.positions} positions"
+        what = f"with max_prompt_tokens, a sample has {longest} tokens, but the model has {shape.positions} positions"
         room = shape.positions - config.rollout.max_prompt_tokens
-        fix = f"rollout.max_response_tokens={room}" if room > 0 else "a shorter prompt and a shorter response"
+        fix = f"rollout.max_response_tokens={room}" if room > 0 else "shorten the prompt and the response"
         yield problem("rollout.max_response_tokens", what, fix)
 
 
@@ -121,14 +121,16 @@ def _layers(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterato
 
 
 def _uneven(role: str, model: MegatronModelConfig, layers: int, ends: list[int]) -> Iterator[Problem]:
-    """Check stages that were given their layers, and the rest in equal parts."""
+    """Check stages with explicit numbers of layers, and that the other stages share the rest equally."""
     rest, num_others, vpp = layers - sum(ends), model.parallel.pp - len(ends), model.parallel.vpp
     stages = [*ends, *([rest // num_others] if num_others > 0 else [])]
     is_whole = rest >= num_others and (rest % num_others == 0 if num_others > 0 else rest == 0)
     key = f"{role}.parallel.first_stage_layers"
     if num_others < 0 or not is_whole:
-        what = f"{layers} layers less {' and '.join(map(str, ends))} leave {rest} for {max(num_others, 0)} equal stages"
-        yield problem(key, what, f"{key}=null shares equally")
+        what = (
+            f"{layers} layers minus {' and '.join(map(str, ends))} leave {rest} for {max(num_others, 0)} equal stages"
+        )
+        yield problem(key, what, f"{key}=null gives all stages the same number")
     elif any(stage % vpp for stage in stages):
         yield problem(key, f"stages of {stages} layers do not split into vpp {vpp} chunks each", "vpp=1")
 
@@ -138,7 +140,7 @@ def _heads(key: str, tp: int, shape: ModelShape) -> Iterator[Problem]:
         what = f"{tp} does not divide {shape.heads} attention heads"
         yield problem(key, what, nearest(key, near_divisors(tp, shape.heads)))
     elif shape.kv_heads is not None and shape.kv_heads % tp and tp % shape.kv_heads:
-        what = f"{tp} is neither a divisor nor a multiple of {shape.kv_heads} key-value heads"
+        what = f"{tp} is not a divisor or a multiple of {shape.kv_heads} key-value heads"
         yield problem(key, what, nearest(key, near_divisors(tp, shape.kv_heads)))
 
 

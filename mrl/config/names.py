@@ -1,7 +1,7 @@
-"""What a configuration names: data, and parts, mrl's own by a word, a user's as `package.module:attribute`.
+"""Names in a configuration: datasets and components, built in by a word, the user's own as `package.module:attribute`.
 
-Nothing is imported for it, so a login node without torch knows a wrong name as well. What is registered under these
-words stands in `algos`, `data` and `rollout`; tests hold both lists to be the same.
+Nothing is imported to check them, so a login node without torch also rejects a wrong name. The components are
+registered in `algos`, `data` and `rollout`; tests keep both lists equal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ENVIRONMENTS = {
     "program": "mrl.agents.program:Program",
 }
 TEXT_FORMATS = ("search_r1",)
-"""Those whose answers are text without roles."""
+"""Formats that write text without chat roles."""
 FORMATS = ("hermes", "llama3_json", *TEXT_FORMATS)
 TOOLS = {
     "calculator": "mrl.agents.built_in_tools:calculator",
@@ -54,16 +54,16 @@ OF_A_BATCH = {
     "aot": "it sorts the batch",
     "aot_unpaired": "it sorts the batch",
 }
-"""Losses of preferences that are refused, and why."""
+"""Preference losses that are refused, with the reason."""
 
 
 def is_file(source: SourceConfig) -> bool:
-    """Return whether a source is read from files; anything else is a dataset with a name."""
+    """Return whether a source is read from files. Any other source is a dataset with a name."""
     return source.dataset.endswith(FILE_KINDS)
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name is of the form `package.module:attribute`."""
+    """Return whether a name has the form `package.module:attribute`."""
     module, colon, attribute = name.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))
 
@@ -71,41 +71,41 @@ def is_path(name: str) -> bool:
 def check_data(config: AnyConfig) -> Iterator[Problem]:
     data = config.data
     if not data.train:
-        yield problem("data.train", "there is no source of prompts", "data.train.sums.dataset=toy:addition")
+        yield problem("data.train", "no source of prompts is configured", "data.train.sums.dataset=toy:addition")
     for key, source in data.sources():
         if not is_file(source) and ":" not in source.dataset:
-            what = f'"{source.dataset}" is neither a {" or ".join(FILE_KINDS)} file nor the name of a dataset'
-            fix = "convert it, or name a dataset as toy:addition or package.module:attribute"
+            what = f'"{source.dataset}" is not a {" or ".join(FILE_KINDS)} file or the name of a dataset'
+            fix = "convert the file, or name a dataset, as toy:addition or package.module:attribute"
             yield problem(f"{key}.dataset", what, fix)
         if is_file(source) and source.options:
-            given = ", ".join(source.options)
-            yield problem(f"{key}.options", f"{given}: a file takes no options", "remove them")
+            options = ", ".join(source.options)
+            yield problem(f"{key}.options", f"{options}: a file takes no options", "remove them")
     without = [name for name, source in data.train.items() if source.weight is None]
     if 0 < len(without) < len(data.train):
         key = f"data.train.{without[0]}.weight"
-        yield problem(key, "other sources have a weight, this one has none", f"{key}=1, or no weight anywhere")
+        yield problem(key, "other sources have a weight, but this one does not", f"{key}=1, or remove all weights")
     for name, source in data.validation.items():
         if source.weight is not None:
-            what = "validation goes through every source once, whatever its weight"
+            what = "validation uses every source once, so a weight has no effect"
             yield problem(f"data.validation.{name}.weight", what, "remove this key")
     for name in ("template", "template_file", "tools"):
         if data.raw_text and getattr(data, name):
             yield problem(f"data.{name}", "data.raw_text uses no chat template", f"data.{name}=null, or raw_text=false")
     if data.tools and "tools" in data.template:
-        yield problem("data.tools", "data.template has tools already", "data.tools=null")
+        yield problem("data.tools", "data.template already contains tools", "data.tools=null")
 
 
 def check_names(config: AnyConfig) -> Iterator[Problem]:
-    """Yield every name that nothing goes by, but a module that is not on this machine."""
+    """Yield every unknown name, except modules that are not on this machine."""
     for key, kind, name, known in _known_names(config):
         if name not in known and ":" not in name:
-            near = did_you_mean(name, known)
-            fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:attribute"
+            suggestion = did_you_mean(name, known)
+            fix = f"{suggestion}{'' if suggestion.endswith('?') else '.'} Or name your own as package.module:attribute"
             yield problem(key, f'unknown {kind} "{name}"', fix)
     for key, name in _datasets(config):
         head, _, task = name.partition(":")
         if head == "toy" and task not in TOY_TASKS:
-            yield problem(key, f'there is no toy task "{task}"', did_you_mean(task, TOY_TASKS))
+            yield problem(key, f'unknown toy task "{task}"', did_you_mean(task, TOY_TASKS))
     for key, name in own_parts(config):
         if (wrong := _wrong_part(name)) is not None:
             yield problem(key, wrong)
@@ -118,11 +118,11 @@ def unchecked_data(config: AnyConfig) -> Iterator[str]:
 
 
 def missing_modules(config: AnyConfig) -> Iterator[Problem]:
-    """Yield the user's own parts whose modules are not on this machine."""
+    """Yield the user's own components whose modules are not on this machine."""
     for key, name in own_parts(config):
         module = name.partition(":")[0]
         if is_path(name) and _module_file(module) is None:
-            yield problem(key, f'there is no module "{module}" on this machine', "is it installed, or on PYTHONPATH?")
+            yield problem(key, f'there is no module "{module}" on this machine', "install it, or add it to PYTHONPATH")
 
 
 def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
@@ -139,7 +139,9 @@ def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
         yield from ((f"training.metrics.{number}", name) for number, name in enumerate(config.training.metrics))
         if config.reward.manager is not None:
             yield "reward.manager", config.reward.manager
-        yield from ((f"{key}.name", each.name) for key, each in config.reward_functions() if is_path(each.name))
+        yield from (
+            (f"{key}.name", function.name) for key, function in config.reward_functions() if is_path(function.name)
+        )
 
 
 _KINDS: tuple[tuple[str, str, Collection[str]], ...] = (
@@ -156,15 +158,15 @@ _KINDS: tuple[tuple[str, str, Collection[str]], ...] = (
 
 
 def _known_names(config: AnyConfig) -> Iterator[tuple[str, str, str, Collection[str]]]:
-    """Yield keys that name a part, what kind of part it is, the name, and mrl's own words for such parts."""
+    """Yield each key that names a component, with the kind of component, the name, and the built-in names."""
     for number, name in enumerate(config.training.trackers):
         yield f"training.trackers.{number}", "tracker", name, TRACKERS
     for key, kind, known in _KINDS:
-        found: Any = config
+        value: Any = config
         for name in key.split("."):
-            found = getattr(found, name, None)
-        if found is not None:
-            yield key, kind, found, known
+            value = getattr(value, name, None)
+        if value is not None:
+            yield key, kind, value, known
     if not isinstance(config, Config):
         return
     yield "rollout.engine", "rollout engine", config.rollout.engine, ENGINES
@@ -172,7 +174,7 @@ def _known_names(config: AnyConfig) -> Iterator[tuple[str, str, str, Collection[
         key = f"agent.environments.{label}"
         yield f"{key}.name", "environment", environment.name, ENVIRONMENTS
         yield f"{key}.format", "format", environment.format, FORMATS
-        yield from ((f"{key}.tools.{name}.name", "tool", each.name, TOOLS) for name, each in environment.tools.items())
+        yield from ((f"{key}.tools.{name}.name", "tool", tool.name, TOOLS) for name, tool in environment.tools.items())
 
 
 def _datasets(config: AnyConfig) -> Iterator[tuple[str, str]]:
@@ -182,7 +184,8 @@ def _datasets(config: AnyConfig) -> Iterator[tuple[str, str]]:
 
 
 def _wrong_part(name: str) -> str | None:
-    """Return why a module that is here cannot give this part; None where it can, or where it is not here."""
+    """Return why a module on this machine does not define this component. Return None if it does, or if it is not
+    here."""
     module, _, attribute = name.partition(":")
     if not is_path(name):
         return f'"{name}" is not of the form package.module:attribute'
@@ -196,12 +199,12 @@ def _wrong_part(name: str) -> str | None:
     first = attribute.partition(".")[0]
     if first in names or "*" in names or "__getattr__" in names:
         return None
-    near = did_you_mean(first, [each for each in names if not each.startswith("_")])
-    return f'{file} has no "{first}"' + (f"; {near}" if near else "")
+    suggestion = did_you_mean(first, [known for known in names if not known.startswith("_")])
+    return f'{file} has no "{first}"' + (f"; {suggestion}" if suggestion else "")
 
 
 def _module_file(module: str) -> Path | None:
-    """Return the file of a module; finding the one below a package otherwise would import the packages around it."""
+    """Return the file of a module. Search below the package by hand: find_spec would import the parent packages."""
     top, *below = module.split(".")
     try:
         spec = importlib.util.find_spec(top)
@@ -213,14 +216,14 @@ def _module_file(module: str) -> Path | None:
         return Path(spec.origin)
     for folder in spec.submodule_search_locations or ():
         path = Path(folder, *below)
-        found = [path.with_suffix(".py"), path / "__init__.py", *path.parent.glob(f"{path.name}.*.so")]
-        if file := next((each for each in found if each.is_file()), None):
+        candidates = [path.with_suffix(".py"), path / "__init__.py", *path.parent.glob(f"{path.name}.*.so")]
+        if file := next((candidate for candidate in candidates if candidate.is_file()), None):
             return file
     return None
 
 
 def _top_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield what a module's statements define, those in its branches included."""
+    """Yield the names that a module's statements define, including those in branches."""
     for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

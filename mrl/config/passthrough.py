@@ -1,4 +1,4 @@
-"""Keys that are handed on to Megatron and vLLM: names, types and choices are those of the installed libraries' sources.
+"""Keys passed on to Megatron and vLLM. Their names, types and choices come from the sources of the installed libraries.
 
 The sources are read, not imported: importing either library would load torch.
 """
@@ -26,19 +26,19 @@ from mrl.errors import Problem, did_you_mean
 
 @dataclass(frozen=True)
 class Target:
-    """The class that a section is handed to, and the keys of it that mrl sets itself."""
+    """The class that receives a section, and the keys of it that mrl sets itself."""
 
     package: str
     files: tuple[str, ...]
     class_name: str
     owned: Mapping[str, str]
-    """Key -> who sets it, in words that follow "set by"."""
+    """Key -> the setting or component that determines it, in words that follow "set by"."""
     rules: FieldRules
-    """Which of the other keys are taken."""
+    """The other keys that are accepted."""
     read_here: Mapping[str, str] = field(default_factory=dict)
-    """Keys that mrl reads itself, with their types: these hold where the library is not installed as well."""
+    """Keys that mrl reads itself, with their types. These are also checked if the library is not installed."""
     aliases: str = ""
-    """Where the library's names for types stand: a folder of its package."""
+    """Folder of the library's package that defines its type aliases."""
 
 
 TRANSFORMER = Target(
@@ -84,7 +84,8 @@ SERVER = replace(ENGINE, owned=vllm_fields.OWNED_BY_JUDGE, rules=vllm_fields.JUD
 
 
 def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
-    """Return the problems with handed-on keys, and what could not be checked because the library is not installed."""
+    """Return the problems with passed-on keys, and the keys that could not be checked because a library is not
+    installed."""
     problems: list[Problem] = []
     unchecked: list[str] = []
     for path, target, values in _sections(config):
@@ -92,8 +93,8 @@ def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
             continue
         known = field_types(target)
         if known is None:
-            where = f"{target.class_name} of {target.package} is not found on this machine"
-            unchecked.append(f"the {len(values)} keys of {'.'.join(path)}: {where}")
+            reason = f"{target.class_name} of {target.package} is not found on this machine"
+            unchecked.append(f"the {len(values)} keys of {'.'.join(path)}: {reason}")
         problems += _check(path, values, target, known)
     return problems, unchecked
 
@@ -116,8 +117,9 @@ def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping
         if name in target.owned:
             yield problem(key, f"set by {target.owned[name].format(role=path[0])}", "remove this key")
         elif known is not None and name not in known:
-            near = did_you_mean(name, known.keys() - target.owned.keys())
-            fix = "" if near.startswith("known:") else near  # the names of a whole library would be no help
+            suggestion = did_you_mean(name, known.keys() - target.owned.keys())
+            # listing the names of a whole library would not help
+            fix = "" if suggestion.startswith("known:") else suggestion
             yield problem(key, f"{target.class_name} of the installed {target.package} has no such field", fix)
         elif expected := _expected(target, known, name, value):
             yield problem(key, f"must be {expected}, not {json.dumps(value, default=str)}")
@@ -126,15 +128,15 @@ def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping
 
 
 def _expected(target: Target, known: Mapping[str, str] | None, name: str, value: Any) -> str:
-    """Return what the value of a key should have been; empty where it is that."""
-    annotations = [each[name] for each in (target.read_here, known or {}) if name in each]
+    """Return the expected kind of value, or an empty string if the value is right."""
+    annotations = [types[name] for types in (target.read_here, known or {}) if name in types]
     alias = partial(_alias, target.package, target.aliases)
-    return next(filter(None, (wrong_value(each, value, alias) for each in annotations)), "")
+    return next(filter(None, (wrong_value(annotation, value, alias) for annotation in annotations)), "")
 
 
 @cache
 def _alias(package: str, folder: str, name: str) -> str | None:
-    """Return what a name for a type stands for: the right side of `name = Literal[...]` in some file of that folder."""
+    """Return the definition of a type alias: the right side of `name = Literal[...]` in any file of that folder."""
     directory = _installed_file(package, f"{folder}/__init__.py") if folder else None
     for file in sorted(directory.parent.glob("*.py")) if directory is not None else ():
         text = file.read_text(encoding="utf-8")
@@ -148,14 +150,15 @@ def _alias(package: str, folder: str, name: str) -> str | None:
 @cache
 def _installed_sources(package: str, files: tuple[str, ...]) -> tuple[str, ...] | None:
     paths = [_installed_file(package, file) for file in files]
-    there = [path for path in paths if path is not None]
-    return tuple(path.read_text(encoding="utf-8") for path in there) if len(there) == len(files) else None
+    existing = [path for path in paths if path is not None]
+    return tuple(path.read_text(encoding="utf-8") for path in existing) if len(existing) == len(files) else None
 
 
 def field_types(target: Target, sources: tuple[str, ...] | None = None) -> Mapping[str, str] | None:
-    """Return the fields of a target's class and of its bases with their types in the library's words.
+    """Return the fields of a target's class and of its bases, with their types as the library writes them.
 
-    Reads the installed library unless the text of the target's files is given. None where these files do not have it.
+    Read the installed library unless `sources` gives the texts of the target's files. Return None if these files do not
+    define the class.
     """
     sources = sources or _installed_sources(target.package, target.files)
     return None if sources is None else _field_types(target.class_name, sources)
@@ -167,12 +170,12 @@ def _field_types(class_name: str, sources: tuple[str, ...]) -> Mapping[str, str]
     classes = {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
     try:
         return dict(_annotated(class_name, classes))
-    except KeyError:  # the class or a base has moved: no list of names is better than half of one
+    except KeyError:  # the class or a base has moved: no list is better than an incomplete one
         return None
 
 
 def _installed_file(package: str, file: str) -> Path | None:
-    # Only the top-level package may be looked up: finding a submodule imports the packages around it.
+    # Look up only the top-level package: finding a submodule imports its parent packages.
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(folder, file)).is_file():
@@ -190,10 +193,10 @@ def _annotated(class_name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator
             yield statement.target.id, ast.unparse(statement.annotation)
 
 
-# --- whether a value is what an annotation asks for, read from its text alone -----------------------------------------
+# --- does a value match an annotation, judged by the text of the annotation ------------------------------------------
 
 Alias = Callable[[str], str | None]
-"""Gives the annotation that a name of the library stands for; None where it cannot be told."""
+"""Maps a name of the library to the annotation that it stands for, or to None if unknown."""
 _PLAIN: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 _SEQUENCES = {"list", "List", "tuple", "Tuple", "set", "Set", "Sequence"}
 _MAPPINGS = {"dict", "Dict", "Mapping"}
@@ -201,7 +204,8 @@ _NULL, _SECTION = Bound("null", lambda value: value is None), Bound("a section",
 
 
 def wrong_value(annotation: str, value: Any, alias: Alias) -> str:
-    """Return what a value should have been; empty where it is that, or where only the library itself could tell."""
+    """Return the expected kind of value. Return an empty string if the value is right or only the library could
+    decide."""
     alternatives = list(_alternatives(ast.parse(annotation, mode="eval").body, alias))
     if any(alternative.allows(value) for alternative in alternatives):
         return ""
@@ -232,8 +236,8 @@ def _alternatives(node: ast.expr, alias: Alias) -> Iterator[Bound]:
             yield _SECTION
         case ast.Name(id=name) if name in _PLAIN:
             yield Bound(name, partial(_is_plain, name))
-        case ast.Name(id=name) if found := alias(name):
-            yield from _alternatives(ast.parse(found, mode="eval").body, alias)
+        case ast.Name(id=name) if definition := alias(name):
+            yield from _alternatives(ast.parse(definition, mode="eval").body, alias)
         case _:
             yield Bound(ast.unparse(node), lambda value: True)
 
@@ -251,6 +255,6 @@ def _is_plain(name: str, value: Any) -> bool:
 
 def _is_list(value: Any, inner: ast.expr, alias: Alias) -> bool:
     members = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-    members = [each for each in members if not (isinstance(each, ast.Constant) and each.value is ...)]
+    members = [member for member in members if not (isinstance(member, ast.Constant) and member.value is ...)]
     kinds = [kind for member in members for kind in _alternatives(member, alias)]
-    return isinstance(value, list) and all(any(kind.allows(each) for kind in kinds) for each in value)
+    return isinstance(value, list) and all(any(kind.allows(item) for kind in kinds) for item in value)

@@ -1,4 +1,4 @@
-"""The resolved configuration, the difference of two, and the schema, as text that holds no secret."""
+"""The resolved configuration, the difference of two configurations, and the schema, as text without secrets."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mrl.config.values import KeyPath, dotted, leaves_of
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./@+-]*")
 _NOT_TEXT = {"true", "false", "yes", "no", "on", "off", "null"}
-_WIDEST = 64  # origins stand in one column, but no further right than this
+_WIDEST = 64  # origins are aligned in one column, at most this far to the right
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One value as it may be shown, and where it came from."""
+    """One value as it may be shown, with its origin."""
 
     path: KeyPath
     text: str
     origin: str
     value: Any = field(repr=False)
-    """The real one, to compare with: two different secrets are shown alike."""
+    """The real value, for comparison: two different secrets are shown alike."""
 
 
 def leaves(resolved: Resolved[Any]) -> Iterator[Leaf]:
@@ -39,7 +39,7 @@ def leaves(resolved: Resolved[Any]) -> Iterator[Leaf]:
 
 
 def render(resolved: Resolved[Any]) -> str:
-    """Return YAML that loads as the same configuration, with the origin of each value beside it."""
+    """Return YAML that loads as the same configuration, with the origin of each value in a comment."""
     lines: list[tuple[str, str]] = []
     sections: KeyPath = ()
     for leaf in leaves(resolved):
@@ -54,7 +54,7 @@ def render(resolved: Resolved[Any]) -> str:
 
 
 def render_difference(before: Resolved[Any], after: Resolved[Any]) -> str:
-    """Return the values that differ, one line each side; empty where none does."""
+    """Return the values that differ, one line for each side, or an empty string if none do."""
     old, new = ({leaf.path: leaf for leaf in leaves(resolved)} for resolved in (before, after))
     lines = [f"- {before.path}", f"+ {after.path}"]
     for path in [*old, *(path for path in new if path not in old)]:
@@ -66,7 +66,7 @@ def render_difference(before: Resolved[Any], after: Resolved[Any]) -> str:
 
 
 def render_schema() -> str:
-    """Return every key with its type, its default and what it means; keys that two sections share are listed once."""
+    """Return every key with its type, default and meaning. Keys shared by two sections are listed once."""
     return "".join(f"{line}\n" for line in _schema_lines(Config, (), {}))
 
 
@@ -90,7 +90,7 @@ def _schema_lines(section: type, path: KeyPath, listed: dict[type, KeyPath]) -> 
         if first == inner_path:
             yield from _schema_lines(inner, first, listed)
         else:
-            yield f"{'  ' * len(inner_path)}  Its keys are those of {dotted(first)}."
+            yield f"{'  ' * len(inner_path)}  Same keys as {dotted(first)}."
 
 
 def _flow(value: Any) -> str:
@@ -106,7 +106,7 @@ def _scalar(value: Any) -> str:
     if isinstance(value, str):
         if _PLAIN.fullmatch(value) and value.lower() not in _NOT_TEXT:
             return value
-        # What reads as an interpolation must not become one, so its backslashes are doubled and one is put before it.
+        # Text that looks like an interpolation must not become one: double its backslashes and put one more before it.
         literal = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
         return json.dumps(literal, ensure_ascii=not literal.isprintable())
     if isinstance(value, float) and not math.isfinite(value):

@@ -1,4 +1,4 @@
-"""Rules of what scores: which reward functions there are and their options, reward models, the judge, environments."""
+"""Rules for scoring: reward functions and their options, reward models, the judge, environments."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _sources_of_functions() -> Mapping[str, ast.FunctionDef | ast.AsyncFunctionD
 
 @cache
 def reward_functions() -> Mapping[str, Mapping[str, bool]]:
-    """Return each function that mrl brings along with its options, and whether they must be given, read from its
-    source."""
+    """Return the built-in functions, each with its options and whether they are required. The options are read from the
+    source of the function."""
     return {name: _signature(function) for name, function in sorted(_sources_of_functions().items())}
 
 
 def gives_answers(name: str) -> bool:
-    """Return whether a function says which answer it judged; of one that mrl does not bring along it may be so."""
+    """Return whether a function reports the answer that it judged. For a function that is not built in, assume so."""
     function = _sources_of_functions().get(name)
     return function is None or ast.unparse(function.returns or ast.Tuple([])) in ("dict[str, float | str]", "Any")
 
@@ -51,7 +51,8 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, bo
 
 
 def is_measured(config: Config) -> bool:
-    """Return whether a function or an environment says in validation what is right, as no reward model does."""
+    """Return whether validation has a function or an environment that scores. Reward models do not count: they have no
+    notion of a solved task."""
     functions = config.validation_reward().functions.values()
     return any(function.weight for function in functions) or _environments_score(config)
 
@@ -66,12 +67,12 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
     if not functions and not models and not config.agent.environments:
         fix = "add one: reward.functions.answer.name=gsm8k, a reward_model section, or an environment that scores"
         if config.teacher is None:
-            yield problem("reward.functions", "names no function", fix)
+            yield problem("reward.functions", "no reward function is configured", fix)
     elif not any(weights) and not _environments_score(config):
         key = "reward.functions" if functions else f"{next(iter(models))}.weight"
-        yield problem(key, "every weight is 0, and so would be every reward", "give one another weight")
+        yield problem(key, "every weight is 0, so every reward would be 0", "give at least one a weight other than 0")
     if functions and not models and config.validation.every and not is_measured(config):
-        what = "validation goes by reward.functions alone, and none of them has a weight"
+        what = "validation uses only reward.functions, and each of them has weight 0"
         yield problem("validation.every", what, "give one a weight, or validation.every=0")
     yield from _unscored(config)
     yield from _models(config)
@@ -82,14 +83,14 @@ def check_reward_rules(config: Config) -> Iterator[Problem]:
 
 
 def _unscored(config: Config) -> Iterator[Problem]:
-    """Yield the sources that no function scores, among those whose rows are known by the name of their source."""
+    """Yield data sources without a reward function. Skip sources whose rows name their own source."""
     model_scores = any(model.weight for model in config.scoring_models().values())
     for key, source in config.data.sources():
         is_trained, name = key.startswith("data.train."), key.split(".", 2)[2]
         if source.columns.data_source is not None or (model_scores and is_trained):
             continue
         if config.agent.name_for(name) is not None:
-            continue  # its environment may score it; a conversation that nobody scores is a failure of its own
+            continue  # its environment may score it; a conversation without any score is reported elsewhere
         reward = config.reward if is_trained else config.validation_reward()
         if any(function.weight for function in reward.functions.values()) and not reward.scores(name):
             what = f'no function with a weight scores the data source "{name}"'
@@ -101,30 +102,30 @@ def _models(config: Config) -> Iterator[Problem]:
     models = config.scoring_models()
     for role, model in models.items():
         if model.running and (model.mean, model.std) != (0.0, 1.0):
-            what = "mean and std are those of what it has scored, and others are given"
-            yield problem(f"{role}.running", what, f"{role}.running=false, or neither {role}.mean nor {role}.std")
+            what = "`running` computes mean and std from the scores, but fixed values are set too"
+            yield problem(f"{role}.running", what, f"{role}.running=false, or remove {role}.mean and {role}.std")
     taken = {"score", "solved"} | ({"model"} if config.reward_model is not None else set())
     for name in taken & config.reward_models.keys():
-        yield problem(f"reward_models.{name}", "metrics call something else so", "choose another name for this model")
+        yield problem(f"reward_models.{name}", "metrics already use this name", "choose another name for this model")
     by_functions = any(function.weight for function in config.reward.functions.values())
     if models and config.data.sampler == "difficulty" and not by_functions and not _environments_score(config):
-        what = "difficulty goes by what functions or environments count as solved, and a reward model scores alone"
+        what = "`difficulty` needs a function or an environment that scores, but only a reward model does"
         yield problem("data.sampler", what, "data.sampler=shares, or a reward function with a weight")
 
 
 def _function(key: str, function: RewardFunctionConfig, model_labels: set[str]) -> Iterator[Problem]:
     label, name = key.rpartition(".")[2], function.name
     if label == "score":
-        yield problem(key, "metrics call the weighted sum so", "choose another name for this function")
+        yield problem(key, "metrics use the name `score` for the weighted sum", "choose another name for this function")
     if label in model_labels:
-        yield problem(key, "metrics call the reward model so", "choose another name for this function")
+        yield problem(key, "metrics use this name for the reward model", "choose another name for this function")
     if name in reward_functions():
         yield from _options(f"{key}.options", function)
         if function.group:
             yield problem(f"{key}.group", f"{name} scores one sample at a time", f"{key}.group=false")
     elif not is_path(name):
-        near = did_you_mean(name, reward_functions())
-        fix = f"{near}{'' if near.endswith('?') else '.'} Or name your own as package.module:function"
+        suggestion = did_you_mean(name, reward_functions())
+        fix = f"{suggestion}{'' if suggestion.endswith('?') else '.'} Or name your own as package.module:function"
         yield problem(f"{key}.name", f'unknown reward function "{name}"', fix)
 
 
@@ -132,27 +133,27 @@ def _function(key: str, function: RewardFunctionConfig, model_labels: set[str]) 
 
 
 def _options(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
-    """Check that the options of a built-in function are known, complete, and in their ranges."""
-    known, given = reward_functions()[function.name], function.options
-    for name in given:
+    """Check that the options of a built-in function are known, complete and within their ranges."""
+    known, options = reward_functions()[function.name], function.options
+    for name in options:
         if name not in known:
             fix = did_you_mean(name, known) or "remove it"
             yield problem(f"{key}.{name}", f"{function.name} has no such option", fix)
     for name, is_required in known.items():
-        if is_required and name not in given:
+        if is_required and name not in options:
             yield problem(key, f"{function.name} needs {name}", f"set {key}.{name}")
     if function.name == JUDGE:
-        yield from _judge_options(key, given)
+        yield from _judge_options(key, options)
         return
     for name in known:
         bound = _OPTIONS.get(name, _TEXT)
-        if name in given and not bound.allows(given[name]):
-            shown = json.dumps(given[name], ensure_ascii=False, default=str)
+        if name in options and not bound.allows(options[name]):
+            shown = json.dumps(options[name], ensure_ascii=False, default=str)
             yield problem(f"{key}.{name}", f"must {bound}, not {shown}")
-        elif name == "pattern" and name in given and (wrong := _wrong_pattern(given[name])):
+        elif name == "pattern" and name in options and (wrong := _wrong_pattern(options[name])):
             yield problem(f"{key}.{name}", wrong)
     smaller = {"overlong": "buffer_tokens", "length": "target_tokens"}.get(function.name, "")
-    few, many = given.get(smaller), given.get("max_tokens")
+    few, many = options.get(smaller), options.get("max_tokens")
     if isinstance(few, int) and isinstance(many, int) and few >= many:
         yield problem(f"{key}.{smaller}", f"{few} must be less than max_tokens, which is {many}")
 
@@ -160,24 +161,25 @@ def _options(key: str, function: RewardFunctionConfig) -> Iterator[Problem]:
 def _judge_options(key: str, given: dict[str, Any]) -> Iterator[Problem]:
     options, problems = convert(JudgeOptions, given, Secrets(), lambda path: "")
     for inner in problems:
-        if inner.key.partition(".")[0] in given.keys() & reward_functions()[JUDGE].keys():  # else it is told of
+        # skip keys that are already reported
+        if inner.key.partition(".")[0] in given.keys() & reward_functions()[JUDGE].keys():
             yield problem(f"{key}.{inner.key}", inner.what, inner.fix)
     if options is None:
         return
     service, verdict, template = options.service, options.verdict, options.template
     if service.url is not None and service.model is None:
-        yield problem(f"{key}.service.model", "a server elsewhere must be told which of its models judges")
+        yield problem(f"{key}.service.model", "with `service.url`, the name of the model on that server is required")
     for name in ("model", "key_variable"):
         if service.url is None and getattr(service, name) is not None:
-            what = "means nothing without service.url: the run's own engines have one model and a key of their own"
+            what = "has no effect without service.url: the run's own engines have one model and their own key"
             yield problem(f"{key}.service.{name}", what, "remove it, or set service.url")
     if "{response}" not in template and not Path(template).is_file():
-        yield problem(f"{key}.template", "has no {response}, and there is no such file")
+        yield problem(f"{key}.template", "does not contain {response}, and is not the path of a file")
     if wrong := _wrong_pattern(verdict.pattern):
         yield problem(f"{key}.verdict.pattern", wrong)
     elif (num_groups := re.compile(verdict.pattern).groups) != 1:
-        what = f"has {num_groups} groups; the verdict is what one group holds"
-        yield problem(f"{key}.verdict.pattern", what, "write (?:...) where nothing is to be taken")
+        what = f"has {num_groups} groups, but needs exactly one, which captures the verdict"
+        yield problem(f"{key}.verdict.pattern", what, "write (?:...) for groups that capture nothing")
     if verdict.lowest >= verdict.highest:
         what = f"{verdict.lowest:g} must be less than highest, which is {verdict.highest:g}"
         yield problem(f"{key}.verdict.lowest", what)
@@ -214,14 +216,14 @@ _OPTIONS = {
     "pattern": Bound("be text", lambda value: isinstance(value, str)),
     "url": Bound("begin with http:// or https://", lambda value: str(value).startswith(("http://", "https://"))),
 }
-"""What an option must be by itself, whatever function has it; all others are texts."""
+"""Allowed values of each option, the same in every function that has it. All other options are texts."""
 
 
 def _wrong_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        return f"is no regular expression: {error}"
+        return f"is not a regular expression: {error}"
     return ""
 
 
@@ -229,7 +231,7 @@ def _wrong_pattern(pattern: str) -> str:
 
 
 def asks_own_engines(function: RewardFunctionConfig) -> bool:
-    """Return whether a reward function asks the run's own engines, which only a run has."""
+    """Return whether a reward function uses the run's own judge engines, which exist only during a run."""
     service = function.options.get("service")
     return function.name == JUDGE and isinstance(service, dict) and service.get("url") is None
 
@@ -239,18 +241,18 @@ def _judge_engines(config: Config) -> Iterator[Problem]:
     if config.judge is None:
         for key in asking:
             fix = f"{key}.service.url=http://HOST:8000/v1, or judge.path=MODEL and placement.roles.judge=POOL"
-            yield problem(f"{key}.service.url", "there is no address, and no section judge", fix)
+            yield problem(f"{key}.service.url", "is not set, and there is no section `judge`", fix)
         return
     if not asking:
-        fix = "a reward function judge without service.url, or judge=null"
-        yield problem("judge", "no reward function asks it", fix)
+        fix = "add a reward function `judge` without service.url, or set judge=null"
+        yield problem("judge", "no reward function uses it", fix)
     pool = config.placement.roles.get(JUDGE)
     if pool not in config.placement.pools:
         return
     tp, devices = config.judge.tp, config.placement.pools[pool]
-    if beside := [role for role, other in config.placement.roles.items() if other == pool and role != JUDGE]:
-        what = f'its engines would share pool "{pool}" with the {", ".join(beside)}, and they give no memory back'
-        yield problem("placement.roles.judge", what, "a pool of its own")
+    if sharing := [role for role, other in config.placement.roles.items() if other == pool and role != JUDGE]:
+        what = f'the judge would share pool "{pool}" with the {", ".join(sharing)}, but never frees its memory'
+        yield problem("placement.roles.judge", what, "give the judge its own pool")
     if devices % tp:
         what = f'judge.tp = {tp} does not divide the {devices} devices of pool "{pool}"'
         yield problem("judge.tp", what, nearest(f"placement.pools.{pool}", near_multiples(devices, tp)))
@@ -262,28 +264,32 @@ def _environments(config: Config) -> Iterator[Problem]:
     for label, environment in config.agent.environments.items():
         key = f"agent.environments.{label}"
         if takes_all:
-            what = f"{takes_all} stands before it and takes every data source"
-            yield problem(key, what, f"give {takes_all} sources, or let it stand last")
+            what = f"{takes_all} comes first and handles every data source"
+            yield problem(key, what, f"give {takes_all} sources, or move it to the end")
         takes_all = takes_all or ("" if environment.sources else label)
         if label in ("score", "model", *config.reward.functions):
-            yield problem(key, "metrics call another part of the score so", "choose another name for this environment")
+            yield problem(
+                key,
+                "metrics already use this name for another part of the score",
+                "choose another name for this environment",
+            )
         yield from _environment(key, environment, config)
     if config.agent.deterministic and not config.agent.environments:
-        what = "nothing is an agent here, and each engine would generate one sample at a time"
+        what = "there is no environment, and each engine would generate one sample at a time"
         yield problem("agent.deterministic", what, "agent.deterministic=false")
 
 
 def _environment(key: str, environment: EnvironmentConfig, config: Config) -> Iterator[Problem]:
     if environment.name == "tools" and not environment.tools:
-        yield problem(f"{key}.tools", "names no tool", f"{key}.tools.calculator.name=calculator")
+        yield problem(f"{key}.tools", "no tool is configured", f"{key}.tools.calculator.name=calculator")
     if environment.name != "tools" and environment.tools:
-        what = f"{environment.name} offers no tools: the environment `tools` does"
+        what = f"{environment.name} does not use `tools`; only the environment `tools` does"
         yield problem(f"{key}.tools", what, f"{key}.name=tools, or its own {key}.options")
     room, longest = config.rollout.max_response_tokens, environment.max_observation_tokens
     if longest is not None and longest >= room:
-        what = f"an observation of {longest} tokens leaves no room for a turn in the {room} of a response"
-        fix = f"less, or more than rollout.max_response_tokens={longest}"
+        what = f"an observation of {longest} tokens leaves no room for a turn in a response of {room} tokens"
+        fix = f"set a smaller value, or rollout.max_response_tokens above {longest}"
         yield problem(f"{key}.max_observation_tokens", what, fix)
     if config.data.raw_text and environment.format not in TEXT_FORMATS and ":" not in environment.format:
-        what = f"the format {environment.format} answers in roles, and data.raw_text has no chat template"
+        what = f"the format {environment.format} writes chat roles, but data.raw_text uses no chat template"
         yield problem(f"{key}.format", what, f"{key}.format={TEXT_FORMATS[0]}, or data.raw_text=false")

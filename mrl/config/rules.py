@@ -1,7 +1,7 @@
-"""Rules between keys of every configuration: cluster, pools, layouts, batches, optimizers.
+"""Rules between the keys of every configuration: cluster, pools, layouts, batches, optimizers.
 
-Each yields problems, with the nearest values that would work. A rule may be met by a configuration that breaks another
-one, so each says nothing where what it needs is missing: the other rule reports that.
+Each rule yields problems with the nearest values that would work. A rule stays silent if its inputs are invalid:
+another rule reports those.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _ROLES = ("actor", "critic", "reference", "reward_model", "teacher", "rollout", 
 
 
 def near_multiples(value: int, step: int) -> list[int]:
-    """Return the multiples of `step` just below and above `value`, the nearer first."""
+    """Return the multiples of `step` just below and above `value`, nearest first."""
     below = value // step * step
     return _by_distance({below, below + step} - {0}, value)
 
 
 def near_divisors(value: int, total: int, step: int = 1) -> list[int]:
-    """Return the divisors of `total` just below and above `value`, among the multiples of `step`, the nearer first."""
+    """Return the divisors of `total` just below and above `value` that are multiples of `step`, nearest first."""
     fitting = [divisor for divisor in range(step, total + 1, step) if total % divisor == 0]
     below = [divisor for divisor in fitting if divisor <= value][-1:]
     above = [divisor for divisor in fitting if divisor > value][:1]
@@ -38,18 +38,18 @@ def _by_distance(values: set[int], value: int) -> list[int]:
 
 
 def nearest(key: str, values: Iterable[int]) -> str:
-    """Return the fix of a problem, `nearest: key=4 or 8`; nothing where no value would work."""
+    """Return the fix of a problem, `nearest: key=4 or 8`, or an empty string if no value would work."""
     listed = " or ".join(map(str, values))
     return f"nearest: {key}={listed}" if listed else ""
 
 
 def problem(key: str, what: str, fix: str = "") -> Problem:
-    """Return a problem that does not say where its key stands."""
+    """Return a problem without the origin of its key."""
     return Problem("", key, what, fix)
 
 
 def check_rules(config: AnyConfig) -> Iterator[Problem]:
-    """Yield every problem between the keys of a configuration; where they stand is left to the caller."""
+    """Yield every problem between the keys of a configuration. The caller adds their origins."""
     yield from _cluster(config)
     yield from _roles_have_pools(config)
     yield from _layouts(config)
@@ -62,7 +62,7 @@ def check_rules(config: AnyConfig) -> Iterator[Problem]:
 
 
 def _cluster(config: AnyConfig) -> Iterator[Problem]:
-    """The pools together take no more devices than there are, and Ray that is started here spans this machine only."""
+    """Check that the pools fit into the cluster, and that a Ray started here is used on one machine only."""
     cluster, pools = config.cluster, config.placement.pools
     wanted, present = sum(pools.values()), cluster.nodes * cluster.devices_per_node
     if wanted > present:
@@ -72,7 +72,7 @@ def _cluster(config: AnyConfig) -> Iterator[Problem]:
     if (name := cluster.hardware) is not None and name not in HARDWARE:
         yield problem("cluster.hardware", f'"{name}" is not known', did_you_mean(name, HARDWARE))
     if cluster.nodes > 1 and cluster.ray_address is None:
-        what = f"{cluster.nodes} nodes, but without cluster.ray_address Ray is started on this machine only"
+        what = f"{cluster.nodes} nodes, but without cluster.ray_address Ray starts on this machine only"
         yield problem("cluster.nodes", what, "cluster.ray_address=auto, or cluster.nodes=1")
 
 
@@ -86,9 +86,9 @@ def _roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
             yield problem(key, "unknown role", did_you_mean(role, _ROLES))
         elif role not in models and (role != "rollout" or isinstance(config, SftConfig)):
             fix = f"set {key}=null" if isinstance(config, SftConfig) else f"add one, or set {key}=null"
-            yield problem(key, f"there is no {role} section", fix)
+            yield problem(key, f"the section `{role}` is missing", fix)
         if pool not in placement.pools:
-            yield problem(key, f'there is no pool "{pool}"', did_you_mean(pool, placement.pools))
+            yield problem(key, f'unknown pool "{pool}"', did_you_mean(pool, placement.pools))
     for role in models:
         if role not in placement.roles:
             pool, key = next(iter(placement.pools), "POOL"), "placement.roles"
@@ -101,7 +101,7 @@ def _roles_have_pools(config: AnyConfig) -> Iterator[Problem]:
 
 
 def _layouts(config: AnyConfig) -> Iterator[Problem]:
-    """The devices of a role are a multiple of what its layouts need, and what refines an axis has that axis."""
+    """Check that a role's devices are a multiple of its layouts' sizes, and that settings of an axis have that axis."""
     for role, devices in _placed(config):
         at, pool = config.model_roles()[role].parallel, config.placement.roles[role]
         for formula, size in (("tp x cp x pp", at.tp * at.cp * at.pp), ("etp x ep x pp", at.etp * at.ep * at.pp)):
@@ -113,21 +113,22 @@ def _layouts(config: AnyConfig) -> Iterator[Problem]:
         at, key = model.parallel, f"{role}.parallel"
         if at.sequence_parallel and at.tp == 1:
             fix = f"{key}.sequence_parallel=false, or {key}.tp=2"
-            yield problem(f"{key}.sequence_parallel", "needs tensor parallelism, and tp is 1", fix)
+            yield problem(f"{key}.sequence_parallel", "needs tensor parallelism, but tp is 1", fix)
         if at.vpp > 1 and at.pp == 1:
-            what = f"{at.vpp} chunks per stage need a pipeline, and pp is 1"
+            what = f"{at.vpp} chunks per stage need a pipeline, but pp is 1"
             yield problem(f"{key}.vpp", what, f"{key}.vpp=1, or {key}.pp=2")
         for end in ("first_stage_layers", "last_stage_layers"):
             if getattr(at, end) and at.pp == 1:
-                yield problem(f"{key}.{end}", "needs a pipeline, and pp is 1", f"{key}.{end}=null, or {key}.pp=2")
+                yield problem(f"{key}.{end}", "needs a pipeline, but pp is 1", f"{key}.{end}=null, or {key}.pp=2")
 
 
 def _training(config: AnyConfig) -> Iterator[Problem]:
-    """A rate that falls has an end, after its warm-up; who restarts may resume; an optimizer has sane numbers."""
+    """Check that a decay ends after its warm-up, that a run that restarts may resume, and that optimizer values are
+    valid."""
     for role, model in config.trained_roles().items():
         schedule, key = model.schedule, f"{role}.schedule.decay_steps"
         if schedule.decay != "constant" and schedule.decay_steps is None:
-            yield problem(key, f"decay is {schedule.decay}, and nothing says when it ends", f"{key}=1000")
+            yield problem(key, f"decay is {schedule.decay}, but its end is not set", f"{key}=1000")
         elif schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
             what = f"{schedule.decay_steps} updates include a warm-up of {schedule.warmup_steps}"
             yield problem(key, what, f"at least {key}={schedule.warmup_steps + 1}")
@@ -135,7 +136,7 @@ def _training(config: AnyConfig) -> Iterator[Problem]:
     if training.max_restarts and training.resume != "auto":
         yield problem(key, "a run that never resumes cannot be restarted", f"{key}=0, or training.resume=auto")
     if training.fallback and not training.max_restarts:
-        yield problem("training.fallback", f"nothing is restarted: {key} is 0", f"{key}=3")
+        yield problem("training.fallback", f"the run never restarts, because {key} is 0", f"{key}=3")
     for role, model in config.trained_roles().items():
         for name, value in model.optimizer.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -147,7 +148,7 @@ def _training(config: AnyConfig) -> Iterator[Problem]:
 
 
 def stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Problem]:
-    """Yield the problem of a tensor-parallel group, which needs the links inside a machine, if it would span two."""
+    """Yield a problem if a tensor-parallel group, which needs the links inside a machine, would span two machines."""
     if tp > here:
         yield problem(key, f"{tp} is more than the {here} devices of a node", nearest(key, [here]))
     elif devices > here and here % tp:
@@ -156,8 +157,8 @@ def stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Prob
 
 
 def _engines(config: Config) -> Iterator[Problem]:
-    """The engines share their devices among them: all of them, unless a number is given; and with the actor alone,
-    for memory changes hands between engines and trainer, and nothing does that for another role."""
+    """Check that the engines fit on their devices and share them only with the actor. Only the actor and the engines
+    can hand memory to each other."""
     here, roles, pools = config.cluster.devices_per_node, config.placement.roles, config.placement.pools
     for role, devices in _placed(config):
         yield from stays_in_a_node(f"{role}.parallel.tp", config.model_roles()[role].parallel.tp, devices, here)
@@ -171,21 +172,21 @@ def _engines(config: Config) -> Iterator[Problem]:
             yield problem("rollout.tp", f"{tp} does not divide {pool}", fix)
         elif replicas is not None and replicas * tp > devices:
             fix = f"rollout.replicas={devices // tp}" if devices >= tp else f"rollout.tp={devices}"
-            yield problem("rollout.replicas", f"{replicas} engines of {tp} devices do not fit on {pool}", fix)
+            yield problem("rollout.replicas", f"{replicas} engines with {tp} devices each do not fit on {pool}", fix)
     if role == "actor" or roles[role] == roles.get("actor"):
         return
-    if beside := [other for other, pool in roles.items() if pool == roles[role] and other != role]:
-        what = f'the engines would share pool "{roles[role]}" with the {", ".join(beside)}, but not the actor'
-        fix = "a pool of their own, or placement.roles.rollout=null to have them with the actor"
+    if sharing := [other for other, pool in roles.items() if pool == roles[role] and other != role]:
+        what = f'the engines would share pool "{roles[role]}" with the {", ".join(sharing)}, but not the actor'
+        fix = "give the engines their own pool, or set placement.roles.rollout=null to put them on the actor's devices"
         yield problem("placement.roles.rollout", what, fix)
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    """A step is a whole number of updates, and ranks of a role share both equally."""
+    """Check that a step is a whole number of updates, and that it splits equally over the ranks of each role."""
     batch, total, key = config.batch, samples_per_step(config.batch), "batch.samples_per_update"
     sizes, update = _data_parallel_sizes(config, config.model_roles()), batch.samples_per_update
     common = math.lcm(*sizes)
-    # Where the update is right by itself, what is proposed for the step fits it as well.
+    # If the update is valid by itself, propose a step that fits it too.
     multiple = update if update % common == 0 else common
     step = multiple // math.gcd(multiple, batch.samples_per_prompt)
     for dp, roles in sizes.items():
@@ -194,7 +195,7 @@ def _batch(config: Config) -> Iterator[Problem]:
             what = f"prompts_per_step x samples_per_prompt = {total} is not a multiple of {size}"
             fix = nearest("batch.prompts_per_step", near_multiples(batch.prompts_per_step, step))
             yield problem("batch.prompts_per_step", what, fix)
-    step_splits = total % common == 0  # if not, another step is asked for first
+    step_splits = total % common == 0  # otherwise, another step size is proposed first
     fix = nearest(key, near_divisors(update, total, common) if step_splits else near_multiples(update, common))
     if step_splits and total % update:
         yield problem(key, f"{update} does not divide prompts_per_step x samples_per_prompt = {total}", fix)
@@ -205,7 +206,7 @@ def _batch(config: Config) -> Iterator[Problem]:
 
 
 def _micro_batches(config: Config) -> Iterator[Problem]:
-    """The longest sample fits into one micro-batch."""
+    """Check that the longest sample fits into one micro-batch."""
     rollout, longest = config.rollout, longest_sample_tokens(config.rollout)
     lengths = f"max_prompt_tokens + max_response_tokens = {rollout.max_prompt_tokens} + {rollout.max_response_tokens}"
     for role, model in config.model_roles().items():
@@ -220,7 +221,7 @@ def room_of(limit: int, cp: int) -> str:
 
 
 def _settings(config: Config) -> Iterator[Problem]:
-    """A setting that some other section makes possible is not given without it."""
+    """Check that settings that depend on another section are set only if that section is."""
     algorithm, kl, key = config.algorithm, config.algorithm.kl, "algorithm.advantage"
     if algorithm.advantage == "gae" and config.critic is None:
         yield problem(key, "gae needs a critic", f"add a critic section, or {key}=grpo")
@@ -230,28 +231,32 @@ def _settings(config: Config) -> Iterator[Problem]:
         key = "training.critic_warmup_steps"
         yield problem(key, "there is no critic to warm up", f"{key}=0")
     if kl.target is not None and kl.where not in ("reward", "both"):
-        yield problem("algorithm.kl.target", "steers the KL in the reward, and there is none", "kl.where=reward")
+        yield problem(
+            "algorithm.kl.target", "adapts the KL in the reward, but the reward contains no KL", "kl.where=reward"
+        )
     if config.reference is not None and kl.where == "none":
         what = "algorithm.kl.where is none: nothing reads the reference model"
         fix = "algorithm.kl.where=loss, or placement.roles.reference=null and reference=null"
         yield problem("reference", what, fix)
     if algorithm.dynamic_sampling is not None and config.batch.samples_per_prompt == 1:
         key = "algorithm.dynamic_sampling"
-        yield problem(key, "compares the samples of a prompt, and there is one", "batch.samples_per_prompt=8")
+        yield problem(key, "compares the samples of a prompt, but there is only one", "batch.samples_per_prompt=8")
     if algorithm.overlong and algorithm.overlong.buffer_tokens > config.rollout.max_response_tokens:
         key, most = "algorithm.overlong.buffer_tokens", config.rollout.max_response_tokens
-        yield problem(key, f"the buffer is longer than the longest response, {most}", f"{key}={most // 4 or 1}")
+        yield problem(
+            key, f"the buffer is longer than the longest response of {most} tokens", f"{key}={most // 4 or 1}"
+        )
 
 
 def _placed(config: AnyConfig) -> Iterator[tuple[str, int]]:
-    """Yield the roles that have a pool, with its devices."""
+    """Yield each role that has a pool, and its number of devices."""
     for role in config.model_roles():
         if config.placement.roles.get(role) in config.placement.pools:
             yield role, role_devices(config, role)
 
 
 def _data_parallel_sizes(config: Config, among: Collection[str]) -> dict[int, str]:
-    """Return the data-parallel sizes that occur among these roles, each with the names of its roles."""
+    """Return the data-parallel sizes of these roles, each with the names of its roles."""
     roles_of: dict[int, list[str]] = {}
     for role, devices in _placed(config):
         at = config.model_roles()[role].parallel

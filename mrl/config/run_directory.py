@@ -1,6 +1,7 @@
-"""The directory of a run: readable by its owner alone, used by one process at a time, with the configuration in it.
+"""The run directory: readable only by its owner, used by one process at a time, and holding the configuration.
 
-`flock` may hold on one host only, for a shared file system need not know it: who holds the directory says so in a file.
+`flock` may work only within one host, because a shared file system need not support it. The process that holds the
+directory therefore also writes a lease file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def checkpoint_of(checkpoints: Path, step: int) -> Path:
 
 
 def steps_in(checkpoints: Path) -> list[int]:
-    """Return the steps that have a checkpoint there, whole or damaged, the newest last."""
+    """Return the steps that have a checkpoint, complete or damaged, newest last."""
     names = [path.name for path in checkpoints.glob(f"{_STEP}*")]
     numbers = [(int(digits[0]), name) for name in names if (digits := _DIGITS.findall(name))]
     return sorted(step for step, name in numbers if checkpoint_of(checkpoints, step).name == name)
@@ -44,9 +45,10 @@ def steps_in(checkpoints: Path) -> list[int]:
 def open_run_directory(
     resolved: Resolved[Any], *, may_go_on: bool, warn: Callable[[str], None] = lambda message: None
 ) -> Iterator[Path]:
-    """Hold `run.dir/run.name` for the length of a run: a new one, or one whose checkpoints the run goes on from.
+    """Hold `run.dir/run.name` for the length of a run: a new directory, or one whose checkpoints the run continues
+    from.
 
-    What an attempt with another configuration left there, and no checkpoint, is set aside.
+    If another configuration ran there and left no checkpoint, move its files aside.
     """
     run: RunConfig = resolved.config.run
     directory = Path(run.dir, run.name)
@@ -60,7 +62,10 @@ def open_run_directory(
                 with _making(directory):
                     holder = stack.enter_context(lease(directory / _LEASE))
             if holder:
-                what, fix = f"{holder} is running this run", "wait for it, or choose another run.name or run.dir"
+                what, fix = (
+                    f"{holder} is running this run",
+                    "wait for it, or choose another run.name or run.dir",
+                )
                 raise _refused(directory, "run.name", what, fix)
             _prepare(resolved, directory, may_go_on, warn)
             yield directory
@@ -77,39 +82,39 @@ def _making(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"the run directory cannot be made: {error.strerror}"
+        what = f"cannot create the run directory: {error.strerror}"
         raise _refused(error.filename or directory, "run.dir", what) from error
 
 
 def _hold(lock: int, directory: Path) -> str:
-    """Lock the directory; return who has it on this host already, or nothing."""
+    """Lock the directory. Return the process on this host that already holds it, or an empty string."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return "another process"
     except OSError as error:
-        what, fix = f"it cannot be locked: {error.strerror}", "a run.dir on a file system that knows flock"
+        what, fix = f"cannot lock the directory: {error.strerror}", "use a run.dir on a file system that supports flock"
         raise _refused(directory, "run.dir", what, fix) from error
     return ""
 
 
 def _prepare(resolved: Resolved[Any], directory: Path, may_go_on: bool, warn: Callable[[str], None]) -> None:
     config = directory / "config.yaml"
-    # A run that began here and ended before it could save may begin again.
+    # A run that began here and ended before its first checkpoint may start again.
     began_here = config.is_file() and files.read_text(config) == render(resolved)
-    goes_on = may_go_on and (bool(steps_in(directory / CHECKPOINTS)) or began_here)
-    others = [path for path in directory.iterdir() if not path.name.startswith((".lock", _LEASE, _ASIDE))]
-    if others and not goes_on and not (may_go_on and config.is_file()):
+    continues = may_go_on and (bool(steps_in(directory / CHECKPOINTS)) or began_here)
+    existing = [path for path in directory.iterdir() if not path.name.startswith((".lock", _LEASE, _ASIDE))]
+    if existing and not continues and not (may_go_on and config.is_file()):
         fix = "choose another run.name or run.dir, or move that directory away"
-        what = "this directory holds something already, and no checkpoint to go on from"
+        what = "this directory is not empty, and has no checkpoint to continue from"
         raise _refused(directory, "run.name", what, fix)
-    if goes_on:
+    if continues:
         _check_kind(resolved, directory)
     with _making(directory):
-        if others and not goes_on:
+        if existing and not continues:
             what = "an earlier attempt with another configuration left no checkpoint"
-            warn(f"{what}; `mrl show` prints how it ended, and it is kept in {_set_aside(others)}")
-        directory.chmod(0o700)  # mkdir's mode is cut by the umask, and the directory may have been there, empty
+            warn(f"{what}; `mrl show` prints how it ended, and it is kept in {_set_aside(existing)}")
+        directory.chmod(0o700)  # the umask limits mkdir's mode, and the directory may already have existed, empty
         (directory / "logs").mkdir(exist_ok=True)
         (directory / "logs").chmod(0o700)
         files.write_text(config, render(resolved), mode=0o600)
@@ -133,16 +138,16 @@ def is_held(directory: Path) -> bool:
 
 
 def _check_kind(resolved: Resolved[Any], directory: Path) -> None:
-    """Refuse to go on by `mrl sft` from what `mrl train` saved, and the like."""
+    """Refuse to continue a run with another command, such as `mrl sft` from the checkpoints of `mrl train`."""
     began = config_kind(str(directory / "config.yaml"))
     if began is not None and began is not type(resolved.config):
         now = VERBS[type(resolved.config)]
-        what = f"a run of `mrl {VERBS[began]}` has checkpoints here, and `mrl {now}` cannot go on from them"
+        what = f"a run of `mrl {VERBS[began]}` has checkpoints here, but `mrl {now}` cannot continue from them"
         raise _refused(directory, "run.name", what, "choose another run.name or run.dir")
 
 
 def _set_aside(paths: Sequence[Path]) -> Path:
-    """Move what an attempt left into a directory of its own beside it."""
+    """Move the files of an earlier attempt into a new directory next to them."""
     number = 1 + len(list(paths[0].parent.glob(f"{_ASIDE}*")))
     aside = paths[0].parent / f"{_ASIDE}{number}"
     aside.mkdir(mode=0o700)
@@ -151,21 +156,23 @@ def _set_aside(paths: Sequence[Path]) -> Path:
     return aside
 
 
-# --- who holds it, where `flock` may hold on one host only -----------------------------------------------------------
+# --- the lease: `flock` may work only within one host -----------------------------------------------------------------
 
 _BEAT_S = 3.0
 _GONE_BEATS = 2
-"""In a row that find no directory before it counts as removed."""
+"""Consecutive heartbeats without the directory before it counts as removed."""
 _WATCH_S = 15.0
-"""How long a holder on another host is watched that has not said that it ended."""
+"""How long to watch for signs of life from a holder on another host that has not reported its end."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
 def lease(path: Path) -> Iterator[str]:
-    """Hold a file, which says who does and that he lives; yields the holder on another host, or nothing.
+    """Hold a lease file that names this process and shows that it lives. Yield the holder on another host, or an empty
+    string.
 
-    Called under a lock that holds on this host. Clocks of hosts are not compared: a holder lives whose word changes.
+    Call this under a lock that holds on this host. Clocks of hosts are not compared: a holder lives if its file
+    changes.
     """
     if holder := _living_elsewhere(path):
         yield holder
@@ -179,7 +186,8 @@ def lease(path: Path) -> Iterator[str]:
     finally:
         ended.set()
         beats.join()
-        with suppress(OSError):  # the directory may have become read-only: who comes next waits for a sign of life
+        # the directory may have become read-only: the next process then waits for a sign of life
+        with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
@@ -192,7 +200,7 @@ def _living_elsewhere(path: Path) -> str:
         time.sleep(_BEAT_S / 4)
         now = _holder_words(path)
         if not now:
-            return ""  # it has just ended
+            return ""  # the holder has just ended
         if now != words:
             return f"pid {words[2]} on {words[1]}"
     return ""
@@ -203,19 +211,17 @@ def _beat(path: Path, ended: threading.Event) -> None:
     while not ended.wait(_BEAT_S):
         number += 1
         if (words := _holder_words(path)) and words[:1] + words[2:3] != [_boot_id(), str(os.getpid())]:
-            sys.stderr.write(
-                f"{path}: pid {words[2]} on {words[1]} took over this run while this process stood still\n"
-            )
-            os._exit(1)  # not a step further: two would write the same checkpoints
+            sys.stderr.write(f"{path}: pid {words[2]} on {words[1]} took over this run while this process was paused\n")
+            os._exit(1)  # stop at once: two processes would write the same checkpoints
         try:
             _beat_once(path, number)
         except FileNotFoundError:
             num_gone += 1
-            if num_gone >= _GONE_BEATS:  # the run would wait for minutes for what it keeps there
-                what = "the run's directory has been removed or renamed, so that nothing can be saved any more"
+            if num_gone >= _GONE_BEATS:  # otherwise the run would wait for minutes for files that it keeps there
+                what = "the run's directory was removed or renamed, so nothing can be saved"
                 sys.stderr.write(f"{path.parent}: {what}; the run ends\n")
                 os._exit(1)
-        except OSError:  # a full disk; what the run itself writes there says more
+        except OSError:  # a full disk; the run's own writes report more
             continue
         else:
             num_gone = 0
@@ -224,7 +230,7 @@ def _beat(path: Path, ended: threading.Event) -> None:
 def _beat_once(path: Path, number: int) -> None:
     aside = path.with_suffix(".new")
     aside.write_text(f"{_boot_id()} {os.uname().nodename} {os.getpid()} {number}\n")
-    aside.replace(path)  # opened anew by readers, so that no host's cache hides it
+    aside.replace(path)  # a new file, so that no host reads it from a cache
 
 
 def _holder_words(path: Path) -> list[str]:

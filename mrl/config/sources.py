@@ -1,6 +1,6 @@
-"""The sources of a configuration as layers, lowest first: the chain of `extends:`, the file, the command line.
+"""The layers of a configuration, lowest first: the chain of `extends:`, the file, the command line.
 
-A YAML text is looked at before its values are made, with line numbers.
+The structure of a YAML text is checked, with line numbers, before its values are constructed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _MAX_FILE_BYTES = 1 << 20
 _OVERRIDE_KEY = re.compile(r"[^\s.=+~]+(\.[^\s.=+~]+)*")
 _STANDARD = "tag:yaml.org,2002:"
 _KNOWN_TAGS = {_STANDARD + name for name in ("str", "int", "float", "bool", "null", "seq", "map")}
-_MAX_VALUES = 10_000  # a configuration has some dozens; aliases of aliases reach any number
+_MAX_VALUES = 10_000  # a configuration has dozens of values; nested aliases can produce any number
 _TOO_DEEP = f"more than {MAX_LEVELS} levels deep"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values, but 1e-6 is a number and a date is a text, as OmegaConf reads them.
+    """YAML's plain values, except that 1e-6 is a number and a date is a text, as OmegaConf reads them.
 
-    Not the loader in C, which crashes the process on deep nesting.
+    Not the loader written in C, which crashes the process on deep nesting.
     """
 
-    yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's way to say it
+    yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML requires
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _STANDARD + "timestamp"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -48,8 +48,8 @@ _Loader.add_implicit_resolver(_STANDARD + "float", _WITH_EXPONENT, list("-+.0123
 
 
 def read_yaml(text: str, where: Callable[[int], str], path: KeyPath = ()) -> tuple[Any, dict[KeyPath, str]]:
-    """Return the value of a YAML text and the origin of each key in it; `where` names a line, `path` the place of the
-    text."""
+    """Return the value of a YAML text, and the origin of each key in it. `where` maps a line to its origin; `path` is
+    the key that holds the text."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -66,7 +66,7 @@ def read_yaml(text: str, where: Callable[[int], str], path: KeyPath = ()) -> tup
     try:
         return loader.construct_document(root), structure.origins
     except (yaml.YAMLError, ValueError, KeyError) as error:
-        # What the error says may quote a value, and the key that it stands under is not known here.
+        # The error may quote a value, and its key is not known here, so the value might be a secret.
         what = "not readable: a value that its tag does not allow, or a number of thousands of digits"
         raise ConfigError([Problem(where(1), dotted(path), what)]) from error
 
@@ -75,14 +75,14 @@ def _syntax_problem(error: yaml.YAMLError, text: str, where: Callable[[int], str
     line, what = 1, str(error).splitlines()[0]
     if isinstance(error, yaml.MarkedYAMLError):
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        # Names of anchors and tags are left out: a secret that begins with * or ! reads as one.
+        # Leave out names of anchors and tags: a secret that begins with * or ! would be parsed as one.
         what = re.sub(r" '[^<'][^']{3,}'", "", error.problem or "")
-    fix = "inside [] and {}, ${...} needs quotes around it" if "${" in text else ""
+    fix = "inside [] and {}, put ${...} in quotes" if "${" in text else ""
     return Problem(where(line), dotted(path), f"not valid YAML: {what}", fix)
 
 
 class _Structure:
-    """Walks a composed YAML text: collects the origin of every key, and what must not stand there."""
+    """Walks a composed YAML text. Collects the origin of every key, and everything that is not allowed."""
 
     def __init__(self, where: Callable[[int], str]) -> None:
         self.problems: list[Problem] = []
@@ -91,13 +91,13 @@ class _Structure:
         self._num_values = 0
 
     def walk(self, node: yaml.Node, path: KeyPath, above: tuple[yaml.Node, ...] = ()) -> None:
-        """Look at a node and what it holds; `above` are the nodes that hold it."""
+        """Check a node and its children. `above` are the nodes that contain it."""
         self._num_values += 1
         if self._num_values > _MAX_VALUES:
             if self._num_values == _MAX_VALUES + 1:
-                self._report(node, path, f"more than {_MAX_VALUES} values, with those that aliases repeat")
+                self._report(node, path, f"more than {_MAX_VALUES} values, including those repeated by aliases")
         elif node in above:
-            self._report(node, path, "an alias that holds itself")
+            self._report(node, path, "an alias that contains itself")
         elif len(above) > MAX_LEVELS:
             self._report(node, path[:2], _TOO_DEEP)
         elif node.tag not in _KNOWN_TAGS:
@@ -115,11 +115,13 @@ class _Structure:
         seen: dict[str, int] = {}
         for key, value in node.value:
             if key.tag == _STANDARD + "merge":
-                self._report(key, path, "merge keys (<<) are not supported", "share values by extends: another file")
+                self._report(
+                    key, path, "merge keys (<<) are not supported", "share values with `extends:` and another file"
+                )
             elif not isinstance(key, yaml.ScalarNode) or key.tag != _STANDARD + "str":
-                self._report(key, path, "a key must be text", "a number or truth value needs quotes to be one")
+                self._report(key, path, "a key must be text", "put numbers and booleans in quotes")
             elif key.value in seen:
-                self._report(key, (*path, key.value), f"stands here twice, first in line {seen[key.value]}")
+                self._report(key, (*path, key.value), f"the key occurs twice, first in line {seen[key.value]}")
             else:
                 seen[key.value] = key.start_mark.line + 1
                 self.origins[*path, key.value] = self._where(key.start_mark.line + 1)
@@ -131,13 +133,13 @@ class _Structure:
                 self._report(node, path, "not a valid interpolation", "write ${key.path} or ${oc.env:NAME}")
         elif node.tag in (_STANDARD + "int", _STANDARD + "float"):
             if re.fullmatch(r"[-+]?0[0-7_]+", node.value):
-                self._report(node, path, "written like this it is an octal number", "leave out the leading zero")
+                self._report(node, path, "this is an octal number", "leave out the leading zero")
             elif ":" in node.value:
-                self._report(node, path, "written like this it is a number to the base 60", "write it in quotes")
+                self._report(node, path, "this is a number in base 60", "write it in quotes")
 
     def _report(self, node: yaml.Node, path: KeyPath, what: str, fix: str = "") -> None:
         if any(map(is_secret_key, path)):
-            what = "cannot be read as it is written"
+            what = "cannot be read"
         self.problems.append(Problem(self._where(node.start_mark.line + 1), dotted(path), what, fix))
 
 
@@ -150,27 +152,39 @@ def _is_interpolation(text: str) -> bool:
 
 
 def read_chain(path: str, children: tuple[str, ...] = ()) -> ConfigLayer:
-    """Return the file laid over the file that it extends, over the one that that extends, and so on."""
+    """Return the file merged over the file that it extends, which is merged over the file that it extends, and so
+    on."""
     layer = _read_file(path, children)
     parent = layer.values.pop(_EXTENDS, None)
     if parent is None:
         return layer
-    stands_at = layer.origins[_EXTENDS,]
+    origin = layer.origins[_EXTENDS,]
     if not isinstance(parent, str) or "\0" in parent:
-        raise ConfigError([Problem(stands_at, _EXTENDS, "must name one file", "a chain of files extends one by one")])
+        raise ConfigError(
+            [
+                Problem(
+                    origin,
+                    _EXTENDS,
+                    "must be the name of one file",
+                    "to combine several files, let each extend the next",
+                )
+            ]
+        )
     parent_path = os.path.normpath(os.path.join(os.path.dirname(path), parent))
     chain = (*children, path)
     if any(os.path.realpath(parent_path) == os.path.realpath(file) for file in chain):
-        raise ConfigError([Problem(stands_at, _EXTENDS, f"goes in a circle: {' -> '.join((*chain, parent_path))}")])
+        raise ConfigError(
+            [Problem(origin, _EXTENDS, f"the chain of files is a cycle: {' -> '.join((*chain, parent_path))}")]
+        )
     if len(chain) == _MAX_FILES:
-        what = f"{_MAX_FILES} files extend each other up to here, and there are more"
-        raise ConfigError([Problem(stands_at, _EXTENDS, what, "put some of them together")])
-    _require_file(parent_path, where=stands_at, key=_EXTENDS)
+        what = f"the chain of files is longer than {_MAX_FILES}"
+        raise ConfigError([Problem(origin, _EXTENDS, what, "merge some of the files")])
+    _require_file(parent_path, where=origin, key=_EXTENDS)
     return merge(read_chain(parent_path, chain), layer)
 
 
 def read_overrides(overrides: Iterable[str]) -> tuple[ConfigLayer, list[Problem]]:
-    """Return `key.path=value` arguments as a layer; those that cannot be read are problems, the others still count."""
+    """Return `key.path=value` arguments as a layer, and a problem for each argument that cannot be read."""
     layer, problems = ConfigLayer(), []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -193,7 +207,7 @@ def read_overrides(overrides: Iterable[str]) -> tuple[ConfigLayer, list[Problem]
 def _malformed_override(key: str, *, has_value: bool) -> Problem:
     plain = key.lstrip("+~")
     if has_value and plain != key and _OVERRIDE_KEY.fullmatch(plain):
-        return Problem(COMMAND_LINE, key, "an override has no prefix", f"write {plain}=value; {plain}=null removes")
+        return Problem(COMMAND_LINE, key, "an override takes no prefix", f"write {plain}=value; {plain}=null removes")
     return Problem(COMMAND_LINE, "", f'"{key}" is not an override', "write key.path=value")
 
 
@@ -232,7 +246,7 @@ def _require_file(path: str, *, where: str, key: str) -> None:
         fix = f'did you mean "{inside}"?' if os.path.isfile(inside) else "name a file"
         raise ConfigError([Problem(where, key, f"{subject}is a directory", fix)])
     folder, name = os.path.split(path)
-    there = [file.name for file in Path(folder).glob("*.y*ml")] if os.path.isdir(folder or ".") else []
-    near = difflib.get_close_matches(name, sorted(there), n=1)
+    existing = [file.name for file in Path(folder).glob("*.y*ml")] if os.path.isdir(folder or ".") else []
+    near = difflib.get_close_matches(name, sorted(existing), n=1)
     fix = f'did you mean "{os.path.join(folder, near[0])}"?' if near else ""
     raise ConfigError([Problem(where, key, f"{subject}does not exist", fix)])

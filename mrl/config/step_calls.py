@@ -1,7 +1,7 @@
-"""The calls of a training step in their order: whose method, which columns it reads and writes, when it is made.
+"""The calls of a training step in order: the role, the method, its columns, and when it is called.
 
-Workers register their methods by it, the trainer makes its calls by it, `mrl check` proves by it that each column is
-written before it is read, and the documentation lists it.
+Workers register their methods from this table, the trainer makes its calls from it, `mrl check` uses it to prove that
+each column is written before it is read, and the documentation lists it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask", "stalene
 
 @dataclass(frozen=True)
 class StepCall:
-    """A method of a role's workers."""
+    """A method of a role's workers that a step calls."""
 
     role: Literal["actor", "critic", "reference", "reward_model", "teacher"]
     method: str
     when: str
-    """`is_made` in words."""
+    """Description of `is_made`."""
     is_made: Callable[[Config], bool]
     reads: Columns = ("prompts", "responses")
     writes: Columns = ()
     optional: Columns = ()
-    """Columns that it reads where they are there."""
+    """Columns that it reads if they exist."""
     needs: Callable[[Config], Columns] = lambda config: ()
-    """The optional columns without which it cannot do what the configuration asks for."""
+    """Optional columns that the configuration makes necessary."""
 
 
 def _charges_kl(config: Config, where: str) -> bool:
@@ -71,7 +71,7 @@ _ADVANTAGES_OPTIONAL: Columns = ("response_mask", "values", "old_log_probs", "re
 RM_SCORE = StepCall(
     role="reward_model",
     method="compute_rm_score",
-    when="there is a reward model; after each generation, not in the order of the others",
+    when="there is a reward model; after each generation, outside the order of the other calls",
     is_made=lambda config: bool(config.scoring_models()),
     writes=("rm_scores",),
 )

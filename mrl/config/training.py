@@ -1,4 +1,4 @@
-"""The sections `training`, `validation`, `sync` and `asynchrony`: how a run goes, and how weights get into engines."""
+"""The sections `training`, `validation`, `sync` and `asynchrony`."""
 
 from __future__ import annotations
 
@@ -12,75 +12,75 @@ from mrl.config.reward import RewardFunctionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long the run is, and what it leaves behind."""
+    """Length of the run, its checkpoints and its output."""
 
     steps: Count
-    """Steps of the whole run, those before a resume included."""
+    """Total steps of the run, including those before a resume."""
     seed: NotNegative = 0
-    """Decides everything that is drawn: sampling, shuffling, new heads. The order of prompts has data.seed."""
+    """Seed of sampling, shuffling and new heads. The order of prompts has its own seed, data.seed."""
     critic_warmup_steps: NotNegative = 0
-    """Steps in which only the critic learns."""
+    """Steps that train only the critic."""
     save_every: NotNegative = 0
-    """Steps between checkpoints; 0 saves at the end alone. SIGTERM, SIGHUP, SIGUSR1 and the time limit save too."""
+    """Steps between checkpoints; 0 saves only at the end. SIGTERM, SIGHUP, SIGUSR1 and the time limit also save."""
     background_save: bool = True
-    """Whether training goes on while a checkpoint is written, from a copy of optimizer and weights on the host."""
+    """Continue training while a checkpoint is written from a copy of optimizer and weights in host memory."""
     max_failed_saves: NotNegative = 3
-    """Checkpoints in a row that cannot be written before the run ends; each is reported, and the next step tries again.
-    The last one of a run must succeed."""
+    """Failed checkpoints in a row before the run ends. Each failure is reported, and the next step tries again. The
+    last checkpoint of a run must succeed."""
     keep: Count = 2
-    """The newest checkpoints that are kept, beside the best one."""
+    """Number of newest checkpoints to keep, in addition to the best one."""
     resume: Literal["auto", "never"] = "auto"
-    """Whether a run directory that holds a verified checkpoint of the same configuration goes on from it."""
+    """Whether to continue from a run directory with a verified checkpoint of the same configuration."""
     max_restarts: NotNegative = 0
-    """How often the run starts itself again after it lost a worker or a node, from its newest checkpoint; a new
-    checkpoint begins the count anew. 0 stops at once."""
+    """How often the run restarts itself from its newest checkpoint after it lost a worker or a node. A new checkpoint
+    resets the count. 0 stops at once."""
     fallback: list[Text] = field(default_factory=list)
-    """Overrides with which a run goes on whose devices do not come back within deadlines.resources_s after a loss, as
-    `cluster.nodes=3` with the layout that fits there; they hold to the end of this command. Empty gives up then."""
+    """Overrides for a restart if the lost devices do not return within deadlines.resources_s: for example
+    `cluster.nodes=3` with a layout that fits. They apply until the end of this command. If empty, the run gives up."""
     time_limit_s: Seconds | None = None
-    """Wall-clock time after which the run saves and ends; null has none."""
+    """Wall-clock time after which the run saves and ends. Null sets no limit."""
     trackers: list[Text] = field(default_factory=list)
-    """Where figures go beside `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, each with the extra of its
-    name, or your own as `package.module:class`. One that fails is reported, and the run goes on."""
+    """Where metrics go in addition to `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, each with the extra
+    of the same name, or your own as `package.module:class`. If one fails, the run reports it and continues."""
     metrics: list[Text] = field(default_factory=list)
-    """Your own figures of a step, `package.module:function`: each is given the step's batch and returns name -> number,
-    which metrics call `own/NAME`. One that fails is reported, and the run goes on."""
+    """Your own metrics of a step, as `package.module:function`. Each function gets the batch of the step and returns
+    name -> number. The metric is called `own/NAME`. If one fails, the run reports it and continues."""
     dump_steps: list[Count] = field(default_factory=list)
-    """Steps whose token ids, log-probs, values, advantages and the like are written to `tensors/`, as parquet."""
+    """Steps whose token ids, log-probs, values and advantages are written to `tensors/` as parquet."""
     samples_every: NotNegative = 1
-    """Steps between files of samples with their text; 0 writes none."""
+    """Steps between files with samples and their text; 0 writes none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """How the policy is measured on data.validation."""
+    """How the policy is evaluated on data.validation."""
 
     every: NotNegative = 0
-    """Steps between validations; 0 validates never. The last step is validated as well."""
+    """Steps between validations; 0 never validates. The last step is also validated."""
     first: bool = True
-    """Also before training."""
+    """Also validate before training."""
     samples_per_prompt: Count = 1
-    """Responses to each prompt; their mean is called mean@samples_per_prompt."""
+    """Responses to each prompt. Their mean is called mean@samples_per_prompt."""
     k: list[Count] = field(default_factory=list)
-    """For which k pass@k and maj@k are computed, all from the same samples; none takes `samples_per_prompt`."""
+    """Values of k for pass@k and maj@k, all computed from the same samples. If empty, `samples_per_prompt` is used."""
     greedy: bool = False
-    """One response to each prompt, of the likeliest token at every place, in place of samples."""
+    """Generate one greedy response for each prompt instead of samples."""
     temperature: Share = 1.0
-    """As rollout.temperature."""
+    """Sampling temperature, as in rollout.temperature."""
     top_p: Share = 1.0
-    """As rollout.top_p."""
+    """Nucleus sampling, as in rollout.top_p."""
     top_k: NotNegative = 0
-    """As rollout.top_k."""
+    """Top-k sampling, as in rollout.top_k."""
     solved_at: Proportion = 1.0
-    """A response counts as right from this score on."""
+    """Lowest score that counts as solved."""
     reward_functions: dict[PlainName, RewardFunctionConfig] = field(default_factory=dict)
-    """Functions that score responses in place of those of `reward.functions`, under the same limits."""
+    """Functions that score responses instead of those in `reward.functions`, under the same limits."""
     best_metric: Text | None = None
-    """The figure that says which checkpoint is the best; null takes `val/score/mean@samples_per_prompt`."""
+    """Metric that determines the best checkpoint. Null uses `val/score/mean@samples_per_prompt`."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether the highest or the lowest is the best."""
+    """Whether the highest or the lowest value is the best."""
     keep_best: bool = False
-    """Also save at every step whose validation is the best so far."""
+    """Also save after every step with the best validation so far."""
     save_samples: bool = True
     """Write the responses into `samples/validation-NNNNNN.parquet`."""
 
@@ -93,16 +93,18 @@ class ValidationConfig:
         return self.best_metric or f"val/score/mean@{self.samples_per_prompt}"
 
     def figures(self, models: Sequence[str] = (), *, by_rule: bool = True) -> list[str]:
-        """Return what is measured of each source and of all together, as it stands behind `val/` or `val/SOURCE/`.
+        """Return the metrics of each source and of all together, without the prefix `val/` or `val/SOURCE/`.
 
-        Without a rule that says what is right there is only what reward models say, by what metrics call them.
+        Without functions or environments that score (`by_rule`), only the scores of reward models are measured, under
+        the names that metrics use for them.
         """
-        means = [f"{what}/mean@{self.samples_per_prompt}" for what in [*by_rule * ["score", "solved"], *models]]
+        means = [f"{name}/mean@{self.samples_per_prompt}" for name in [*by_rule * ["score", "solved"], *models]]
         kinds = by_rule * ["pass", "maj", *bool(models) * ["best"]]
         return [*means, *(f"solved/{kind}@{k}" for k in self.counts if k > 1 for kind in kinds)]
 
     def source_of_best(self, figures: Sequence[str]) -> str | None:
-        """Return the source that the best goes by, empty for all together; None where it is none of these figures."""
+        """Return the data source of the best metric, empty for all sources together. Return None if it is not in
+        `figures`."""
         for figure in figures:
             if self.best == f"val/{figure}":
                 return ""
@@ -113,36 +115,35 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """How weights travel from the trainer into the engines, and how it is known that they arrived."""
+    """How weights are sent from the trainer to the engines, and how their arrival is verified."""
 
     offload: bool = True
-    """Whether the trainer's memory is on the host while the engines generate, and the engines give theirs back while
-    it trains; false where both fit on the devices at once, as on a laptop without GPUs."""
+    """Move the trainer's memory to the host while the engines generate, and free the engines' memory while the trainer
+    works. Use false if both fit on the devices at once, for example on a laptop without GPUs."""
     bucket_bytes: Count = 256 << 20
-    """What travels at once; twice this is the extra memory."""
+    """Bytes sent at once. A transfer needs twice this as extra memory."""
     probe_every: NotNegative = 10
-    """Steps between comparisons of each engine's log-probs of a fixed prompt with the trainer's; one that has just
-    started is always compared, and so is the mean over all samples of a step. 0 never compares any."""
+    """Steps between comparisons of log-probs on a fixed prompt between each engine and the trainer. An engine that has
+    just started is always compared, as is the mean over all samples of a step. 0 never compares."""
     probe_tolerance: Share | None = None
-    """Largest mean difference of log-probs at the same weights; more stops the run. null warns beyond what rounding may
-    make (0.05 in bfloat16, 0.1 with experts, 0.001 in float32), and stops the run beyond ten times that."""
+    """Largest mean difference of log-probs at the same weights; more stops the run. Null warns above the expected
+    rounding error (0.05 in bfloat16, 0.1 with experts, 0.001 in float32) and stops the run above ten times that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsynchronyConfig:
-    """Whether batches are generated while others are trained, and by which weights."""
+    """Whether batches are generated during training, and with which weights."""
 
     ahead: NotNegative = 0
-    """Batches that are generated ahead of the one that is trained, which is how many updates old the weights may be
-    that drew a sample: 0 waits for each batch. More needs engines with devices of their own."""
+    """Batches generated ahead of the one in training. This is also the largest age, in updates, of the weights that
+    drew a sample. 0 waits for each batch. More needs engines with their own devices."""
     weights: Literal["between", "in_flight"] = "between"
-    """When engines take new weights: `between` two batches, so that one version draws each of them whole; or
-    `in_flight`, between two tokens of the samples that they have under way, so that no engine waits for the longest
-    sample of a batch."""
+    """When engines take new weights: `between` two batches, so that one version generates each whole batch; or
+    `in_flight`, between two tokens of running samples, so that no engine waits for the longest sample of a batch."""
     cache: Literal["recompute", "keep"] | None = None
-    """What becomes of the keys and values of samples under way when weights come in flight: computed anew, or kept
-    as the weights before made them. null keeps them where `algorithm.correction` weighs the samples and engines have a
-    pool of their own."""
+    """Handling of the KV cache of running samples when weights arrive in flight: recompute it, or keep the values of
+    the earlier weights. Null keeps it if `algorithm.correction` weighs the samples and engines have their own
+    pool."""
     replay: str | None = None
-    """The directory of a run with weights in flight, which this one repeats to the bit: each engine is asked the same
-    before the same of its steps. `mrl train --replay RUN` sets it."""
+    """The directory of a run with weights in flight. This run repeats it bit for bit: each engine gets the same
+    requests before the same steps. `mrl train --replay RUN` sets it."""

@@ -1,7 +1,8 @@
-"""Megatron's settings of a model and of how it is computed: which mrl sets, which are taken, and which are refused.
+"""Megatron's settings of a model and its computation: set by mrl, accepted, or refused.
 
-Every field of `TransformerConfig` is in one of the three, in both Megatrons (tests/config/test_fields.py). What says
-what the model is belongs to its `config.json`: another value would train a model that no export describes.
+Every field of `TransformerConfig` is in one of the three groups, in both Megatron versions
+(tests/config/test_fields.py). Fields that describe the model come from its `config.json`: another value would train a
+model that no export describes.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 from mrl.config.megatron_fields import ADDRESS, CUT, DROPPED, LOW_PRECISION, RANDOM, UNSEEN, FieldRules
 
 _FILE = "the model's config.json"
-_HEAD = "mrl makes log-probs from hidden states itself, in chunks"
-_OVERLAP = "it needs Transformer Engine's user buffers, which mrl does not make"
-_SCHEDULE = "it needs another schedule of forward and backward passes than the one that mrl runs"
-_HOST = "activations on the host have not been proven with memory that leaves the device between phases"
-_DISPATCH = "its kernels have not been held against the plain exchange of tokens on any machine of ours"
+_HEAD = "mrl computes log-probs from hidden states itself, in chunks"
+_OVERLAP = "it needs Transformer Engine's user buffers, which mrl does not create"
+_SCHEDULE = "it needs a schedule of forward and backward passes that mrl does not run"
+_HOST = "activations on the host have not been tested with memory that is moved off the device between phases"
+_DISPATCH = "its kernels have not been compared with the plain exchange of tokens"
 _INFERENCE = "it is for Megatron's own inference; vLLM generates here"
 _UNREAD = "the layers that mrl builds do not read it"
-_NO_SUCH_LAYER = "no family of mrl has such layers or scales"
-_CONTEXT = "context parallelism is proven as parallel.cp makes it, and in no other way"
-_STAGES = "the schedule over pipeline stages is proven with Megatron's own order and sizes only"
-_REPLAY = "nothing hands the engine's routes to the trainer, so it would do nothing"
-_PRECISION = "it changes how sums are rounded, and no run has compared it"
-_FUSED = "the fused kernel exists on GPUs only and has not been held against the plain one"
+_NO_SUCH_LAYER = "no model family of mrl has such layers or scales"
+_CONTEXT = "context parallelism has been tested only as set by parallel.cp"
+_STAGES = "the schedule over pipeline stages has been tested only with Megatron's default order and sizes"
+_REPLAY = "it has no effect: the engine's routes are not sent to the trainer"
+_PRECISION = "it changes how sums are rounded, and has not been compared in a run"
+_FUSED = "the fused kernel exists only on GPUs and has not been compared with the plain one"
 
 OWNED = {
     "tensor_model_parallel_size": "{role}.parallel.tp",
@@ -64,37 +65,37 @@ OWNED = {
     "variable_seq_lengths": "mrl, to true: micro-batches differ in length",
     "perform_initialization": "mrl, to false: weights come from files",
     "use_cpu_initialization": "cluster.device",
-    "disable_parameter_transpose_cache": "mrl, to true: gradients of all micro-batches are added alike",
-    "moe_token_dispatcher_type": "mrl, to alltoall: no other exchange of tokens has been proven",
+    "disable_parameter_transpose_cache": "mrl, to true: gradients of all micro-batches are added in the same way",
+    "moe_token_dispatcher_type": "mrl, to alltoall: no other exchange of tokens has been tested",
     "moe_router_dtype": "mrl, to fp32: engines route in float32",
-    "moe_router_load_balancing_type": "mrl, to none: the loss is the algorithm's alone",
+    "moe_router_load_balancing_type": "mrl, to none: the loss is only the algorithm's",
     "overlap_p2p_comm": "{role}.parallel.vpp",
-    "batch_p2p_comm": "mrl, to false: messages of two stages keep their order only alone",
+    "batch_p2p_comm": "mrl, to false: messages of two stages keep their order only if sent separately",
     "attention_softmax_in_fp32": "mrl, to true: engines compute it in float32",
     "transformer_impl": "mrl: Transformer Engine's layers where it is installed, else its own",
     "clone_scatter_output_in_embedding": "mrl, to true: the whole embedding can be freed",
-    "barrier_with_L1_time": "mrl: nothing in it reads Megatron's timers",
+    "barrier_with_L1_time": "mrl, which does not read Megatron's timers",
     **dict.fromkeys(
         ("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
         "mrl, to its own schedule's function",
     ),
     **dict.fromkeys(
         ("init_method", "output_layer_init_method", "embedding_init_method"),
-        "mrl: weights come from files, so no method makes them",
+        "mrl: weights come from files, so they are never initialized",
     ),
 }
-"""Field -> who sets it, in words that follow "set by"."""
+"""Field -> the setting that determines it, in words that follow "set by"."""
 
 TRANSFORMER = FieldRules(
     taken={
-        # Held against a plain run in tests/engine/test_megatron_settings.py.
+        # Compared with a plain run in tests/engine/test_megatron_settings.py.
         "recompute_granularity": (),
         "recompute_method": (),
         "recompute_num_layers": (),
-        "recompute_modules": ("core_attn", "mlp", "moe", "moe_act"),  # the last on GPUs alone, with grouped experts
+        "recompute_modules": ("core_attn", "mlp", "moe", "moe_act"),  # the last one only on GPUs, with grouped experts
         "bias_activation_fusion": (),
         "bias_dropout_fusion": (),
-        # On GPUs alone, and on by default there: tests/contracts and benchmarks/gpu.py hold them.
+        # Only on GPUs, where they are on by default; checked by tests/contracts and benchmarks/gpu.py.
         "apply_rope_fusion": (),
         "gradient_accumulation_fusion": (),
         "moe_grouped_gemm": (),
@@ -106,22 +107,22 @@ TRANSFORMER = FieldRules(
         **dict.fromkeys(("*kitchen*", "quant_recipe", "tp_only_amax_red", "moe_router_padding_*"), LOW_PRECISION),
         **dict.fromkeys(("fp32_residual_connection", "disable_bf16_reduced_precision_matmul"), _PRECISION),
         **dict.fromkeys(("enable_autocast", "autocast_dtype", "batch_invariant_mode"), _PRECISION),
-        "deterministic_mode": "Transformer Engine asks for variables of the environment that workers do not get",
+        "deterministic_mode": "Transformer Engine needs environment variables that workers do not have",
         # another policy, another loss
-        "moe_router_enable_expert_bias": "the bias is in no weight that engines and checkpoints get",
-        "moe_router_bias_update_rate": "the bias is in no weight that engines and checkpoints get",
+        "moe_router_enable_expert_bias": "the bias is not among the weights of engines and checkpoints",
+        "moe_router_bias_update_rate": "the bias is not among the weights of engines and checkpoints",
         "moe_aux_loss_coeff": CUT,
         "moe_z_loss_coeff": CUT,
         "moe_router_quantile_balancing_ema": CUT,
         **dict.fromkeys(("moe_input_jitter_eps", "*_dropout", "moe_router_force_*"), RANDOM),
         **dict.fromkeys(("moe_*capacity*", "moe_token_drop*", "moe_pad_expert*", "moe_paged_stash*"), DROPPED),
-        "qk_clip*": "it changes weights beside the optimizer, and engines would be right by chance",
+        "qk_clip*": "it changes weights outside the optimizer, so engines would match only by chance",
         "moe_enable_routing_replay": _REPLAY,
-        "*grad_scale_func": "the loss is normalized over the global batch already",
-        "experimental_attention_variant_loss_scale_func": "the loss is normalized over the global batch already",
+        "*grad_scale_func": "the loss is already normalized over the global batch",
+        "experimental_attention_variant_loss_scale_func": "the loss is already normalized over the global batch",
         # exchange of tokens between experts
         **dict.fromkeys(("moe_enable_deepep", "moe_flex_*", "moe_deepep_*", "*hybridep*", "moe_ncclep_*"), _DISPATCH),
-        **dict.fromkeys(("moe_extended_tp", "moe_use_legacy_grouped_gemm"), "Megatron has dropped it"),
+        **dict.fromkeys(("moe_extended_tp", "moe_use_legacy_grouped_gemm"), "Megatron has removed it"),
         **dict.fromkeys(("overlap_moe_*", "delay_wgrad_compute", "ep_overlap_*", "overlap_dispatch_*"), _SCHEDULE),
         **dict.fromkeys(("high_priority_a2a_comm_stream", "mlp_chunks_for_training"), _SCHEDULE),
         "moe_router_fusion": _FUSED,
@@ -131,15 +132,15 @@ TRANSFORMER = FieldRules(
         **dict.fromkeys(("moe_shared_expert_*", "dsa_*", "linear_*", "*mamba*", "mtp_*", "*mup*"), _NO_SUCH_LAYER),
         "hetereogenous_dist_checkpoint": _NO_SUCH_LAYER,
         # recomputation and offload
-        "moe_layer_recompute": "recompute_modules: [moe] is the same",
+        "moe_layer_recompute": "use recompute_modules: [moe] instead",
         "distribute_saved_activations": "it excludes sequence parallelism, which saves as much",
         "num_microbatches_with_partial_activation_checkpoints": "the number of micro-batches differs from step to step",
         **dict.fromkeys(("*cpu_offloading*", "*offload*"), _HOST),
         # communication
         **dict.fromkeys(("tp_comm_*", "symmetric_ar_type"), _OVERLAP),
-        "async_tensor_model_parallel_allreduce": "Megatron has dropped it",
+        "async_tensor_model_parallel_allreduce": "Megatron has removed it",
         **dict.fromkeys(
-            ("*gtp_weight_remat_size", "*tensor_parallel_num_weight_shards"), "weights are split by parallel.tp alone"
+            ("*gtp_weight_remat_size", "*tensor_parallel_num_weight_shards"), "weights are split only by parallel.tp"
         ),
         **dict.fromkeys(("cp_comm_type", "hierarchical_context_parallel_sizes", "hybrid_context_parallel"), _CONTEXT),
         "max_seqlen_per_dp_cp_rank": _CONTEXT,
@@ -150,7 +151,7 @@ TRANSFORMER = FieldRules(
         **dict.fromkeys(("cross_entropy_*", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"), _HEAD),
         **dict.fromkeys(("masked_softmax_fusion", "persist_layer_norm", "memory_efficient_layer_norm"), _UNREAD),
         **dict.fromkeys(
-            ("attention_backend", "flash_attention_version"), "Transformer Engine takes the fastest that fits"
+            ("attention_backend", "flash_attention_version"), "Transformer Engine chooses the fastest kernel that fits"
         ),
         **dict.fromkeys(("*cuda_graph*", "moe_pad_experts_for_cuda_graph_inference"), ADDRESS),
         **dict.fromkeys(

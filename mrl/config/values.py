@@ -1,4 +1,4 @@
-"""Nested values in layers with their origins, the secrets among them, and `${...}` in them resolved."""
+"""Nested values in layers with their origins; secrets among them; resolution of `${...}`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mrl.redaction import REDACTED, is_secret_key, redact_text
 KeyPath = tuple[str, ...]
 COMMAND_LINE = "command line"
 MAX_LEVELS = 20
-UNUSABLE = object()  # a value that is wrong in itself and already reported
+UNUSABLE = object()  # already reported as wrong
 
 
 def dotted(path: KeyPath) -> str:
@@ -27,26 +27,26 @@ def dotted(path: KeyPath) -> str:
 
 @dataclass(frozen=True)
 class ConfigLayer:
-    """The keys that one source sets (a file, an override, or several merged): their values and where each stands."""
+    """Keys set by one source (a file, an override, or several merged), with their values and origins."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def origin(self, path: KeyPath, otherwise: str) -> str:
-        """Return where `path` stands, or the nearest section around it; `otherwise` when nothing of it was written."""
+        """Return the origin of `path` or of the nearest section around it. Return `otherwise` if none of it was set."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
             for key, origin in self.origins.items():
                 if key[:length] == path[:length]:
-                    return origin  # a section that stands nowhere itself: an override of a longer key made it
+                    return origin  # a section that is not set itself, but an override sets one of its keys
         return otherwise
 
 
 def merge(below: ConfigLayer, above: ConfigLayer) -> ConfigLayer:
-    """Lay `above` over `below`: sections merge, everything else (lists, null) replaces."""
+    """Merge `above` over `below`. Sections are merged; all other values (lists, null) are replaced."""
     values = _merge_values(below.values, above.values)
-    # An origin must not outlive its value: a section that was replaced takes the origins of its keys along.
+    # An origin must not outlive its value: if a section is replaced, the origins of its keys are dropped too.
     origins = {path: origin for path, origin in (below.origins | above.origins).items() if holds(values, path)}
     return ConfigLayer(values, origins)
 
@@ -60,7 +60,7 @@ def _merge_values(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[st
 
 
 def leaves_of(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value that is no section with something in it, and its key."""
+    """Yield every value that is not a nonempty section, with its key."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from leaves_of(inner, (*path, str(name)))
@@ -79,12 +79,12 @@ def holds(values: Any, path: KeyPath) -> bool:
 # --- secrets ----------------------------------------------------------------------------------------------------------
 
 ENVIRONMENT_VARIABLE = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
-_MIN_SECRET_LENGTH = 6  # a shorter value is hidden where it stands, but not looked for in other texts
+_MIN_SECRET_LENGTH = 6  # a shorter value is hidden in its own place, but not searched for in other texts
 
 
 @dataclass(frozen=True)
 class Secrets:
-    """The secret values of a configuration, beyond those that any text shows by itself."""
+    """The secret values of a configuration, in addition to those recognized in any text."""
 
     paths: frozenset[KeyPath] = frozenset()
     values: frozenset[str] = field(default=frozenset(), repr=False)
@@ -96,11 +96,11 @@ class Secrets:
         return redact_text(text)
 
     def error(self, problems: Iterable[Problem]) -> ConfigError:
-        """Return the error of these problems, without secrets."""
+        """Return an error with these problems, without secrets."""
         return ConfigError([Problem(*map(self.hide, dataclasses.astuple(problem))) for problem in problems])
 
     def shown(self, path: KeyPath, value: Any) -> Any:
-        """Return the value of a key as it may be shown."""
+        """Return the value of a key in a form that may be shown."""
         if isinstance(value, bool) or value is None:
             return value
         if not isinstance(value, (dict, list)) and (path in self.paths or _is_secret(path)):
@@ -115,7 +115,7 @@ class Secrets:
 
 
 def find_secrets(leaves: list[tuple[KeyPath, Any, Any]]) -> Secrets:
-    """Return the secrets among (key, text as written, value that it stands for)."""
+    """Return the secrets among (key, text as written, resolved value)."""
     paths = frozenset(path for path, written, _ in leaves if is_confidential(path, written))
     values = {text for path, _, value in leaves for text in _secret_texts(value, secret=path in paths)}
     for _, written, _ in leaves:
@@ -124,12 +124,12 @@ def find_secrets(leaves: list[tuple[KeyPath, Any, Any]]) -> Secrets:
 
 
 def is_confidential(path: KeyPath, written: Any) -> bool:
-    """Return whether the value of a key is secret by the key's name or by the variable that it is taken from."""
+    """Return whether a value is secret, judged by its key or by the environment variable that it comes from."""
     return _is_secret(path) or bool(_secret_variables(written))
 
 
 def _is_secret(path: KeyPath) -> bool:
-    # What a user's code is given beside its options is what must not stand there, however it is called.
+    # The environments of user code hold secrets under any name; other values belong in `options`.
     return path[:2] in (("reward", "environment"), ("agent", "environment")) or any(
         is_secret_key(name) for name in path
     )
@@ -154,31 +154,31 @@ def _secret_variables(written: Any) -> list[str]:
 
 
 def interpolate(layer: ConfigLayer, otherwise: str) -> tuple[dict[str, Any], list[Problem], Secrets]:
-    """Return the values of a merged layer, plain and resolved, the problems on the way to them, and which of them are
-    secret. A key that cannot be resolved is a problem, and its value UNUSABLE."""
+    """Return the resolved values of a merged layer, the problems, and the secrets. A key that cannot be resolved is a
+    problem, and its value is UNUSABLE."""
     problems: list[Problem] = []
     leaves: list[tuple[KeyPath, Any, Any]] = []
 
     def section(node: DictConfig, written: Any, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name in written:
-            inner, what = (*path, name), ""
+            inner, reason = (*path, name), ""
             try:
                 values[name] = value_of(node[name], written[name], inner)
             except MissingMandatoryValue:
-                what = "??? stands for a value to be given"
+                reason = "??? must be replaced with a value"
             except (OmegaConfBaseException, RecursionError) as error:
-                what = f"cannot be resolved{_reason(error, is_confidential(inner, written[name]))}"
-            if what:
+                reason = f"cannot be resolved{_reason(error, is_confidential(inner, written[name]))}"
+            if reason:
                 values[name] = UNUSABLE
-                problems.append(Problem(layer.origin(inner, otherwise), dotted(inner), what))
+                problems.append(Problem(layer.origin(inner, otherwise), dotted(inner), reason))
         return values
 
     def value_of(value: Any, written: Any, path: KeyPath) -> Any:
         if len(path) > MAX_LEVELS:
-            raise RecursionError("the section holds itself")
+            raise RecursionError("the section contains itself")
         if isinstance(value, DictConfig):
-            is_written = isinstance(written, dict)  # else it stands for a section that is written elsewhere
+            is_written = isinstance(written, dict)  # else an interpolation of a section
             return section(value, written if is_written else OmegaConf.to_container(value, resolve=False), path)
         if isinstance(value, ListConfig):
             value = OmegaConf.to_container(value, resolve=True)

@@ -1,6 +1,6 @@
-"""The answers to verl's keys in a configuration: the key of mrl with its value, or the reason why there is none.
+"""Answers to verl's keys in a configuration: mrl's key with its value, or the reason why mrl has none.
 
-docs/coming-from-verl.md says more about each key.
+docs/coming-from-verl.md explains each key in more detail.
 """
 
 from __future__ import annotations
@@ -148,36 +148,36 @@ NAMES: Mapping[str, tuple[str, Convert]] = {
     "max_critic_ckpt_to_keep": ("training.keep", same),
     "ray_wait_register_center_timeout": ("deadlines.start_s", same),
 }
-"""By the last parts of verl's key, the longest that fits -> the key here and how to convert the value. ROLE stands for
-the role that verl's key configures."""
+"""Last parts of verl's key -> mrl's key and the conversion of its value. The longest match applies. ROLE is the role
+that verl's key configures."""
 
 _MICRO = "micro-batches follow from max_tokens_per_device of each role"
-_TEXT = "mrl trains on text alone"
+_TEXT = "mrl trains only on text"
 _FSDP = "Megatron trains every role, and there is no FSDP: the layout is in ROLE.parallel"
 _PACKED = "rows are always packed, without padding"
 _SEEDS = "training.seed decides the order of samples"
-_CODE = "code next to a model is never imported; a model family is a reader of its config.json (docs/extend.md)"
+_CODE = "code in a model's repository is never imported; add a model family instead (docs/extend.md)"
 _CHECKPOINT = "a checkpoint always holds everything, as safetensors that any layout reads"
-_SERVED = "engines always serve requests one by one, and a finished sample leaves at once"
-_WRITTEN = "only tokens that the model wrote are trained, whatever the tags around the others"
+_SERVED = "engines always take requests one by one, and return each sample as soon as it is finished"
+_WRITTEN = "training always uses only tokens that the model wrote, regardless of tags"
 REASONS: Mapping[str, str] = {
     "enable_chunked_prefill": "vLLM decides it on GPUs",
     "data.tokenizer": "the tokenizer is the model's",
     "tokenizer_path": "the tokenizer is the model's",
-    "input_tokenizer": "a reward model with other tokens than the policy's gets the text",
+    "input_tokenizer": "a reward model with another tokenizer than the policy gets the text",
     "val_batch_size": "all prompts of a validation go to the engines at once",
     "train_data_num": "a source is read whole; make a smaller file",
     "val_data_num": "a source is read whole; make a smaller file",
     "max_start_length": "the first prompt is bounded by rollout.max_prompt_tokens",
     "return_raw_input_ids": "rewards and reward models get what they need",
-    "return_raw_chat": "environments get the messages",
+    "return_raw_chat": "environments always get the messages",
     "filter_overlong_prompts_workers": "prompts are encoded when they are drawn",
     "image_key": _TEXT,
     "video_key": _TEXT,
     "hybrid_engine": "engines share the actor's devices unless placement.roles gives `rollout` a pool",
     "external_lib": _CODE,
     "trust_remote_code": _CODE,
-    "override_config.*": "the model is what its config.json says",
+    "override_config.*": "the model follows its config.json",
     "use_remove_padding": _PACKED,
     "return_last_hidden_state": "no caller needs hidden states of the policy",
     **dict.fromkeys(("use_liger", "use_fused_loss", "use_fused_kernels"), "the head and its loss are always fused"),
@@ -208,45 +208,45 @@ REASONS: Mapping[str, str] = {
     **dict.fromkeys(("sync_actor", "sync_actor_alpha", "sync_steps"), "the reference model never changes"),
     "rollout.mode": _SERVED,
     "chat_scheduler": _SERVED,
-    "use_fire_sampling": "the trained distribution is the sampled one",
+    "use_fire_sampling": "the sampled distribution must be the trained one",
     "rollout.do_sample": "training always samples; validation.greedy does not",
-    "rollout.dtype": "engines have actor.dtype",
+    "rollout.dtype": "engines use actor.dtype",
     "load_format": "engines get their weights from the actor",
     "max_model_len": "it is rollout.max_prompt_tokens plus rollout.max_response_tokens",
     "disable_log_stats": "mrl sets it",
     "swap_space": "this vLLM has no swap space",
-    "layer_name_map.*": "the table of a model family names its tensors",
-    "rollout_n": "batch.samples_per_prompt holds for every role",
-    "max_length": "a reward model sees whole samples",
+    "layer_name_map.*": "each model family has a table of its tensors",
+    "rollout_n": "batch.samples_per_prompt applies to every role",
+    "max_length": "a reward model always sees whole samples",
     "launch_reward_fn_async": "rewards always run while other samples are generated",
     "num_examine": "samples are written to files: training.samples_every",
-    "balance_batch": "rows are always spread over ranks by their work",
-    "total_epochs": "training.steps counts steps, and prompts start over when all were drawn",
+    "balance_batch": "rows are always distributed over ranks by their work",
+    "total_epochs": "training.steps counts steps, and prompts start over after all were drawn",
     "project_name": "trackers read WANDB_PROJECT and the like from the environment",
     "default_hdfs_dir": "run.dir is a directory that every node can see",
-    "resume_from_path": "run.dir and run.name say which run goes on",
-    "del_local_ckpt_after_load": "training.keep says how many checkpoints stay",
+    "resume_from_path": "run.dir and run.name determine which run continues",
+    "del_local_ckpt_after_load": "training.keep determines how many checkpoints are kept",
     "max_ref_ckpt_to_keep": "the reference model is never saved",
     "val_only": "`mrl eval CONFIG` validates without training",
-    "ray_init.*": "cluster.devices_per_node says how many slots a CPU machine has",
+    "ray_init.*": "cluster.devices_per_node sets the slots of a CPU machine",
     "state_masking": _WRITTEN,
     "state_masking.*": _WRITTEN,
-    "no_think_rl": "the format of an environment says what a turn looks like",
+    "no_think_rl": "the format of an environment defines a turn",
     "reranker.*": "a retriever may rerank behind its own address",
 }
-"""By the last parts of verl's key, or by a section of it with `.*` -> why mrl has no such key."""
+"""Last parts of verl's key, or a section of it with `.*` -> reason why mrl has no such key."""
 _LIBRARIES = {
     "override_transformer_config": "ROLE.megatron",
     "override_ddp_config": "ROLE.ddp",
     "override_optimizer_config": "ROLE.optimizer",
     "engine_kwargs": "rollout.vllm",
 }
-"""verl's sections whose keys are a library's own -> the section with the same keys."""
+"""Sections of verl whose keys are a library's own -> the section with the same keys in mrl."""
 _ROLES = {"actor_rollout_ref": "actor", "actor": "actor", "critic": "critic", "reward_model": "reward_model"}
 
 
 def name_for(path: KeyPath) -> tuple[str, Convert] | None:
-    """Return the key of mrl that answers verl's key, and how its value converts; None if there is none."""
+    """Return mrl's key for verl's key and the conversion of its value, or None if mrl has no such key."""
     role = "reference" if _is_reference(path) else _ROLES.get(path[0], "")
     key = next((key for key in _endings(path) if key in NAMES or key in REASONS), "")
     section = next((part for part in reversed(path[:-1]) if part in _LIBRARIES), None)
@@ -260,21 +260,21 @@ def name_for(path: KeyPath) -> tuple[str, Convert] | None:
 
 
 def reason_for(path: KeyPath) -> str | None:
-    """Return why mrl has no key that answers verl's key; None if it has one, or if verl has no such key."""
+    """Return why mrl has no equivalent of verl's key. Return None if it has one, or if verl has no such key."""
     key = next((key for key in _endings(path) if key in NAMES or key in REASONS), "")
     reason = REASONS.get(key)
     return None if reason is None else reason.replace("ROLE", _ROLES.get(path[0], "actor"))
 
 
 def answer(path: KeyPath, value: Any, values: Values) -> str:
-    """Return the whole answer to a key of verl's; empty if it is not verl's."""
-    if (found := name_for(path)) is not None:
-        name, convert = found
+    """Return the full answer to a key of verl, or an empty string if it is not verl's."""
+    if (match := name_for(path)) is not None:
+        name, convert = match
         text = "" if value is UNUSABLE else convert(value, values)
         if name.startswith("reference."):
-            text += ", the actor's unless placement.roles.reference names a pool"
+            text += ", which defaults to the actor's unless placement.roles.reference has a pool"
         names = name.split(", ")
-        return f"verl's; here it is {', '.join(each + text for each in names) if text.startswith('=') else name + text}"
+        return f"verl's; here it is {', '.join(key + text for key in names) if text.startswith('=') else name + text}"
     reason = reason_for(path)
     return f"verl's; mrl has none: {reason}" if reason else ""
 
@@ -284,7 +284,7 @@ def _is_reference(path: KeyPath) -> bool:
 
 
 def _endings(path: KeyPath) -> Iterator[str]:
-    """Yield the ways in which a table may name a key, the most exact first."""
+    """Yield the table entries that may match a key, most specific first."""
     for start in range(len(path)):
         yield ".".join(path[start:])
     for part in reversed(path):

@@ -1,4 +1,4 @@
-"""Conversions of the values of verl's keys: each returns the text that follows mrl's key in the answer."""
+"""Conversions of verl's values. Each returns the text that follows mrl's key in the answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Convert = Callable[[Any, Values], str]
 
 
 def find(values: Values, key: str) -> Any:
-    """Return the value of the first key whose last parts are `key`; None if there is none."""
+    """Return the value of the first key whose last parts are `key`, or None without such a key."""
     end = tuple(key.split("."))
     return next(
         (value for path, value in leaves_of(dict(values)) if path[-len(end) :] == end and value is not UNUSABLE), None
@@ -42,16 +42,16 @@ def zero_if_negative(value: Any, values: Values) -> str:
 
 
 def default(instead: Any) -> Convert:
-    """Answer verl's null with a value."""
+    """Replace verl's null with a value."""
     return lambda value, values: f"={_text(instead if value is None else value)}"
 
 
 def among(known: Collection[str], **renamed: str) -> Convert:
-    """Answer a word with the same word, or with the word that mrl uses; say so if mrl does not have it."""
+    """Keep a word, or replace it with mrl's word for the same thing. Say so if mrl does not support it."""
 
     def convert(value: Any, values: Values) -> str:
         word = renamed.get(str(value), str(value))
-        return f"={word}" if word in known else f", which does not know {value} (known: {', '.join(known)})"
+        return f"={word}" if word in known else f", which does not support {value} (known: {', '.join(known)})"
 
     return convert
 
@@ -61,8 +61,8 @@ def _number(value: Any) -> float:
 
 
 def _counts(values: Values, *keys: str) -> list[int] | None:
-    found = [find(values, key) for key in keys]
-    return found if all(type(each) is int and each > 0 for each in found) else None
+    counts = [find(values, key) for key in keys]
+    return counts if all(type(count) is int and count > 0 for count in counts) else None
 
 
 def kl_where(value: Any, values: Values) -> str:
@@ -74,15 +74,15 @@ def kl_where(value: Any, values: Values) -> str:
 
 
 def kl_coef(switch: str, other: str) -> Convert:
-    """Answer the coefficient of the KL term that `switch` turns on; `other` is verl's other coefficient."""
+    """Convert the coefficient of the KL term that `switch` turns on. `other` is verl's other coefficient."""
 
     def convert(value: Any, values: Values) -> str:
         if find(values, switch) is False:
             return f", but {switch} is false: this value has no effect"
         both = find(values, "use_kl_in_reward") is True and find(values, "use_kl_loss") is True
-        beside = find(values, other)
-        if both and beside not in (None, value):
-            return f", one for reward and loss: {other} is {_text(beside)}, this one {_text(value)}"
+        other_value = find(values, other)
+        if both and other_value not in (None, value):
+            return f", which applies to both reward and loss: {other} is {_text(other_value)}, this one {_text(value)}"
         return same(value, values)
 
     return convert
@@ -126,7 +126,7 @@ def grpo_by_std(value: Any, values: Values) -> str:
 
 
 def warmup_updates(value: Any, values: Values) -> str:
-    """mrl counts updates, verl steps; a negative number of steps hands over to the ratio."""
+    """Convert warm-up steps of verl to updates. A negative number selects verl's ratio."""
     if _number(value) < 0:
         value = find(values, "lr_warmup_steps_ratio")
         return warmup_share(value, values)
@@ -151,7 +151,7 @@ def _updates(steps: Any, values: Values) -> str:
 
 
 def recompute(value: Any, values: Values) -> str:
-    return "=full, with recompute_method=uniform and recompute_num_layers=1" if value else ", which stays out"
+    return "=full, with recompute_method=uniform and recompute_num_layers=1" if value else ", which is not needed"
 
 
 def overlong(value: Any, values: Values) -> str:
@@ -164,8 +164,8 @@ def sequence_parallel(value: Any, values: Values) -> str:
 
 
 def trackers(value: Any, values: Values) -> str:
-    given = value if isinstance(value, list) else [value]
-    return f"={_text([name for name in given if name in TRACKERS])}, beside the terminal and metrics.jsonl"
+    names = value if isinstance(value, list) else [value]
+    return f"={_text([name for name in names if name in TRACKERS])}, in addition to the terminal and metrics.jsonl"
 
 
 def one_switch(value: Any, values: Values) -> str:
@@ -183,7 +183,7 @@ def greedy(value: Any, values: Values) -> str:
 def sampled_at(value: Any, values: Values) -> str:
     """Validation of verl at temperature 0 is greedy decoding."""
     is_greedy = value == 0 or find(values, "val_kwargs.do_sample") is False
-    return ", which stays out: validation.greedy=true" if is_greedy else same(value, values)
+    return ", which is not needed: validation.greedy=true" if is_greedy else same(value, values)
 
 
 def samples_every(value: Any, values: Values) -> str:

@@ -1,7 +1,7 @@
-"""vLLM's engine arguments: which mrl sets, which are taken, and which are refused.
+"""vLLM's engine arguments: set by mrl, accepted, or refused.
 
-`rollout/vllm_engine.py` sets exactly what stands in `OWNED`, so that `mrl check` and the engine refuse the same keys.
-Every field is in one of the three (tests/config/test_fields.py).
+`rollout/vllm_engine.py` sets exactly the keys in `OWNED`, so `mrl check` and the engine refuse the same keys. Every
+field is in one of the three groups (tests/config/test_fields.py).
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from mrl.config.megatron_fields import FieldRules
 
 _WEIGHTS = "mrl: the trainer sends weights"
-_SPLIT = "an engine is split by tp alone, and lives on one node"
-_REQUESTS = "mrl's requests do not ask for it"
+_SPLIT = "an engine is split only by tp, within one node"
+_REQUESTS = "mrl's requests do not use it"
 _TEXT_ONLY = "mrl trains language models only"
-_LAYERS = "no family of mrl has such layers"
-_WATCHED = "nothing in mrl reads what it reports"
+_LAYERS = "no model family of mrl has such layers"
+_WATCHED = "mrl does not read its reports"
 _ADAPTERS = "mrl trains and sends whole weights, so an adapter would never be used"
-_CACHES = "what it keeps would outlive a change of weights"
-_HOST_WEIGHTS = "weights on the host have not been proven to take what the trainer sends"
+_CACHES = "cached data would outlive a change of weights"
+_HOST_WEIGHTS = "weights on the host have not been tested with weight updates from the trainer"
 _MODEL = "engines generate with the trainer's model and its tokenizer"
-_DRAFTS = "a draft model gets no weights from the trainer, and its log-probs have not been held against the trainer's"
-_NOT_ASKED = "it would do nothing: samples and their log-probs are all that mrl reads"
-_CODE = "it names code that runs in the engine, beside what mrl runs there"
+_DRAFTS = "a draft model gets no weights from the trainer, and its log-probs have not been compared with the trainer's"
+_NOT_ASKED = "it has no effect: mrl reads only samples and their log-probs"
+_CODE = "it loads more code into the engine"
 
 _EITHER = {
     "tensor_parallel_size": "{role}.tp",
@@ -33,17 +33,17 @@ OWNED = {
     "data_parallel_size": "{role}.tp (the actor's pool holds as many engines as fit)",
     "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
     "distributed_executor_backend": "{role}.tp: an engine of one device is one process",
-    "skip_tokenizer_init": "mrl: engines read token ids, and texts only to stop at them",
+    "skip_tokenizer_init": "mrl: engines read token ids, and text only for `stop`",
     "disable_log_stats": "mrl, to true: its own metrics count tokens and times",
-    "logprobs_mode": "mrl, to processed_logprobs: ratios need the log-probs of what was sampled from",
+    "logprobs_mode": "mrl, to processed_logprobs: ratios need the log-probs of the sampled distribution",
     "enable_sleep_mode": "mrl: engines on GPUs make room while the trainer works",
     "weight_transfer_config": _WEIGHTS,
     "worker_extension_cls": _WEIGHTS,
     "load_format": _WEIGHTS,
-    "seed": "training.seed: every sample has a seed of its own",
-    "enable_chunked_prefill": "mrl: it is vLLM's choice on GPUs, and off on a CPU, which cannot wind its noise back",
+    "seed": "training.seed: every sample has its own seed",
+    "enable_chunked_prefill": "mrl: vLLM decides on GPUs; off on a CPU, where sampling noise cannot be rewound",
 }
-"""Field -> who sets it, in words that follow "set by"."""
+"""Field -> the setting that determines it, in words that follow "set by"."""
 OWNED_BY_JUDGE = {
     **_EITHER,
     "model": "judge.path",
@@ -87,9 +87,9 @@ _NOWHERE = {
     **dict.fromkeys(("worker_cls", "scheduler_cls", "model_class_overrides", "logits_processors"), _CODE),
     **dict.fromkeys(("io_processor_plugin", "*_plugin"), _CODE),
     **dict.fromkeys(
-        ("runner", "convert", "pooler_config", "diffusion_config", "tokens_only"), "the model answers with text"
+        ("runner", "convert", "pooler_config", "diffusion_config", "tokens_only"), "the model must generate text"
     ),
-    "model_weights": "weights lie beside config.json",
+    "model_weights": "weights are in the directory of config.json",
     **dict.fromkeys(("allowed_*_media_*", "allowed_media_domains", "*_mm_*", "mm_*", "*media*"), _TEXT_ONLY),
     **dict.fromkeys(("language_model_only", "video_*", "enable_prompt_embeds", "renderer_num_workers"), _TEXT_ONLY),
     **dict.fromkeys(("*mamba*", "*replayssm*", "gdn_*", "kda_*", "engram_config", "sparse_indexer_*"), _LAYERS),
@@ -101,13 +101,13 @@ _NOWHERE = {
     **dict.fromkeys(("enable_layerwise_nvtx_tracing", "enable_logging_*", "enable_log_*", "*_logging"), _WATCHED),
     **dict.fromkeys(("logging_config", "log_config_file", "ray_workers_use_nsight", "enable_trace_replay"), _WATCHED),
 }
-"""Refused to engines and judges alike."""
+"""Fields refused for both engines and judges."""
 
 ENGINE = FieldRules(
     taken=dict.fromkeys((*_MEMORY, *_BATCHES, *_KERNELS, *_MACHINE), ()),
     refused={
         **_NOWHERE,
-        "enable_return_routed_experts": "nothing hands the engine's routes to the trainer, so it would do nothing",
+        "enable_return_routed_experts": "it has no effect: the engine's routes are not sent to the trainer",
         "return_sampling_mask": _NOT_ASKED,
         **dict.fromkeys(("max_logprobs", "aux_output_config", "max_num_queued_*", "max_num_active_seqs"), _NOT_ASKED),
         **dict.fromkeys(("*lora*", "specialize_active_lora"), _ADAPTERS),
@@ -121,16 +121,16 @@ ENGINE = FieldRules(
         **dict.fromkeys(
             ("structured_outputs_config", "reasoning_*", "watermark_config", "scheduling_policy"), _REQUESTS
         ),
-        "additional_config": "it is for the platforms of others",
+        "additional_config": "it is for other platforms",
     },
 )
-"""What `rollout.vllm` may hold. The probe compares every engine with the trainer, whatever its kernels are."""
+"""Fields of `rollout.vllm`. The log-prob comparison checks every engine against the trainer, with any kernels."""
 JUDGE = FieldRules(
     taken={
         **(ENGINE.taken or {}),
         **dict.fromkeys(
             (
-                # Nothing is trained on a judge's log-probs: how its own model is read, and answers, is the user's.
+                # Nothing trains on a judge's log-probs, so users decide how its model is loaded and answers.
                 *("tokenizer", "tokenizer_mode", "tokenizer_revision", "revision", "code_revision", "hf_config_path"),
                 *("config_format", "hf_token", "download_dir", "load_format", "model_impl", "skip_tokenizer_init"),
                 *("model_loader_extra_config", "ignore_patterns", "pt_load_map_location", "additional_config"),
@@ -149,10 +149,10 @@ JUDGE = FieldRules(
     },
     refused={
         **_NOWHERE,
-        **dict.fromkeys(("*lora*", "specialize_active_lora"), "the server is asked for judge.path alone"),
+        **dict.fromkeys(("*lora*", "specialize_active_lora"), "requests use only the model judge.path"),
         **dict.fromkeys(("weight_transfer_config", "worker_extension_cls"), "a judge's weights do not change"),
-        **dict.fromkeys(("enable_sleep_mode", "sleep_preserve_parameter_names"), "a judge's devices are its own"),
+        **dict.fromkeys(("enable_sleep_mode", "sleep_preserve_parameter_names"), "a judge has its own devices"),
         **dict.fromkeys(("enable_return_routed_experts", "return_sampling_mask", "aux_output_config"), _REQUESTS),
     },
 )
-"""What `judge.vllm` may hold."""
+"""Fields of `judge.vllm`."""

@@ -1,1 +1,1 @@
-"""Prompts: where they come from, in which order they are drawn, and how they become rows of a batch."""
+"""Prompts: their sources, the order in which they are drawn, and their conversion to rows of a batch."""

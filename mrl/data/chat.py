@@ -1,8 +1,8 @@
-"""Chat messages to token ids: the tokenizer that a model brings, its chat template, and what it must not be fed.
+"""Chat messages to token ids: a model's tokenizer, its chat template, and checks of the input text.
 
-Text that users write must not hold the model's control tokens: a tokenizer reads `<|im_end|>` inside a message as the
-end of that message, and whoever wrote it would speak with another role's voice. Such a row is refused. Encoding
-the text piecewise instead would cut it into other tokens than the model knows, for every row.
+Text that users write must not contain the model's control tokens: a tokenizer reads `<|im_end|>` inside a message as
+the end of that message, so its author could speak in another role. Such a row is refused. Encoding the text in pieces
+instead would split it into tokens other than those the model knows, for every row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mrl.data.chat_template import ChatTemplate, TemplateFailure, chat_template
 from mrl.errors import DataError, ModelError
 from mrl.hub import check_files
 
-_MEND = "mend the template, or name another by data.template_file"
+_MEND = "correct the template, or set another one in data.template_file"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
@@ -48,18 +48,18 @@ class ChatTokenizer(Protocol):
 
 
 def load_tokenizer(path: str, data: DataConfig | None = None, *, renders: bool = True) -> ChatTokenizer:
-    """Load the tokenizer of a model directory; never from the network.
+    """Load the tokenizer of a model directory, never from the network.
 
-    One that `renders` prompts has an end-of-sequence token and a chat template, its own or that of `data`.
+    A tokenizer that `renders` prompts has an end-of-sequence token and a chat template, its own or that of `data`.
     """
     _check_files(Path(path))
     from transformers import AutoTokenizer
 
     try:
         tokenizer: ChatTokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library that reads tokenizer.json raises nothing more exact
+    except Exception as error:  # the library that reads tokenizer.json raises no specific error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"the tokenizer cannot be loaded: {reason}", where=path) from error
+        raise DataError(f"cannot load the tokenizer: {reason}", where=path) from error
     if data is not None and data.template_file is not None:
         tokenizer.chat_template = _read(data.template_file, "data.template_file")
     if renders:
@@ -69,34 +69,36 @@ def load_tokenizer(path: str, data: DataConfig | None = None, *, renders: bool =
 
 
 def compare_tokenizer(policy: ChatTokenizer, path: str) -> Iterator[str]:
-    """Refuse a model to which the policy's token ids mean other tokens; warn where its chat template is another."""
+    """Raise an error if the policy's token ids mean other tokens to a model. Warn if its chat template differs."""
     other = load_tokenizer(path, renders=False)
     if different := different_tokens(policy, other):
-        raise DataError(different, where=path, fix="a model with the policy's tokenizer: it is given token ids")
+        raise DataError(
+            different, where=path, fix="use a model with the policy's tokenizer, because it receives token ids"
+        )
     if other.chat_template != policy.chat_template:
-        yield f"the chat template of {path} is not the policy's, in whose form it will read prompts"
+        yield f"{path} has another chat template than the policy, but reads prompts in the policy's template"
 
 
 def different_tokens(policy: ChatTokenizer, other: ChatTokenizer) -> str:
-    """Return how the policy's token ids mean other tokens to a model; empty where they mean the same."""
-    mine, theirs = policy.get_vocab(), other.get_vocab()
-    different = [token for token, number in mine.items() if theirs.get(token) != number]
+    """Return how the policy's token ids differ in meaning for a model, or an empty string if they do not differ."""
+    policy_vocab, other_vocab = policy.get_vocab(), other.get_vocab()
+    different = [token for token, number in policy_vocab.items() if other_vocab.get(token) != number]
     if not different:
         return ""
     token = different[0]
-    shown = f"{token!r} is {mine[token]} to the policy and {theirs.get(token, 'unknown')} here"
-    return f"{len(different)} of the policy's {len(mine)} tokens have other ids or none: {shown}"
+    shown = f"{token!r} is {policy_vocab[token]} to the policy and {other_vocab.get(token, 'unknown')} here"
+    return f"{len(different)} of the policy's {len(policy_vocab)} tokens have other ids or none: {shown}"
 
 
 def control_tokens(tokenizer: ChatTokenizer, *more: str) -> re.Pattern[str]:
-    """Return what finds the tokenizer's control tokens in a text, and more texts that must not stand in it."""
+    """Return a pattern that finds the tokenizer's control tokens, and the texts in `more`."""
     control = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    found = sorted(control.union(more), key=len, reverse=True)
-    return re.compile("|".join(re.escape(token) for token in found) or r"(?!)")
+    texts = sorted(control.union(more), key=len, reverse=True)
+    return re.compile("|".join(re.escape(token) for token in texts) or r"(?!)")
 
 
 def template_options(data: DataConfig) -> dict[str, Any]:
-    """Return what the chat template is given beside the messages."""
+    """Return the variables of the chat template, in addition to the messages."""
     if data.tools is None:
         return data.template
     try:
@@ -116,9 +118,9 @@ def _read(file: str, key: str) -> str:
 
 
 def _check_files(directory: Path) -> None:
-    """Say what is wrong with a directory before the libraries do it in their words."""
+    """Raise an error with a clear message if the directory is wrong, before a library fails on it."""
     if not directory.is_dir():
-        raise DataError("there is no such directory", where=str(directory), fix="name a Hugging Face model directory")
+        raise DataError("the directory does not exist", where=str(directory), fix="use a Hugging Face model directory")
     try:
         check_files(directory)
     except ModelError as error:
@@ -128,7 +130,7 @@ def _check_files(directory: Path) -> None:
         raise DataError(
             f"the directory has no tokenizer ({', '.join(TOKENIZER_FILES)})",
             where=str(directory),
-            fix="save the tokenizer beside the model",
+            fix="save the tokenizer in the model's directory",
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         content = _json(directory / name, {"model": None})
@@ -138,7 +140,7 @@ def _check_files(directory: Path) -> None:
 
 
 def _json(file: Path, absent: Any) -> Any:
-    """Return what a file of the model's directory holds; `absent` where there is no such file."""
+    """Return the contents of a file in the model's directory, or `absent` if it does not exist."""
     try:
         return json.loads(files.read_bytes(file)) if file.is_file() else absent
     except ValueError as error:
@@ -155,45 +157,48 @@ def _check_tokenizer(tokenizer: ChatTokenizer, path: str) -> None:
 
 
 def _check_raw_text(tokenizer: ChatTokenizer, path: str) -> None:
-    """Refuse a tokenizer that ends every text: the model would answer to an end."""
+    """Reject a tokenizer that appends an end token to every text: the model would continue after an end."""
     if tokenizer(["?"], add_special_tokens=True)["input_ids"][0][-1] == tokenizer.eos_token_id:
-        raise DataError("the tokenizer puts its end token behind every text", where=path, fix="add_eos_token: false")
+        raise DataError("the tokenizer appends its end token to every text", where=path, fix="add_eos_token: false")
 
 
 def _check_template(tokenizer: ChatTokenizer, path: str) -> None:
     if not tokenizer.chat_template:
-        fix = "data.template_file names one, data.raw_text=true needs none, or add a chat_template.jinja to its files"
+        fix = "set data.template_file or data.raw_text=true, or add a chat_template.jinja to the model's files"
         raise DataError("the tokenizer has no chat template", where=path, fix=fix)
     try:
         template_of(tokenizer, {}).render([{"role": "user", "content": "?"}], calls_for_answer=True)
     except TemplateFailure as error:
-        if error.is_broken:  # else it refuses this conversation; what it says of real prompts, their rows will tell
-            raise DataError(f"the chat template cannot be rendered: {error}", where=path, fix=_MEND) from error
+        # otherwise the template rejects only this conversation, and real prompts are checked row by row
+        if error.is_broken:
+            raise DataError(f"cannot render the chat template: {error}", where=path, fix=_MEND) from error
 
 
 def template_of(tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> ChatTemplate:
-    """Return the template as transformers chooses it, with what it gives every template."""
+    """Return the template that transformers would choose, with the variables that it passes to every template."""
     template = tokenizer.get_chat_template(None, options.get("tools"))
     variables = {"tools": None, "documents": None, **tokenizer.special_tokens_map, **options}
     return chat_template(template, json.dumps(variables, default=str))
 
 
 def end_tokens(tokenizer: ChatTokenizer, model: str, rollout: RolloutConfig) -> dict[str, list[int]]:
-    """Return them by who says so. Any of them ends a response, which it belongs to."""
+    """Return the end tokens by their source. Each of them ends a response and belongs to it."""
     size, key = len(tokenizer.get_vocab()), "rollout.stop_token_ids"
     if beyond := [token for token in rollout.stop_token_ids if token >= size]:
-        raise DataError(f"there is no token {beyond[0]}: the tokenizer has {size}", where=key)
+        raise DataError(f"token {beyond[0]} does not exist: the tokenizer has {size} tokens", where=key)
     own = {key: sorted(rollout.stop_token_ids)} if rollout.stop_token_ids else {}
     return own if rollout.ignore_eos else own | model_end_tokens(tokenizer, model)
 
 
 def model_end_tokens(tokenizer: ChatTokenizer, model: str) -> dict[str, list[int]]:
-    """Return those that a model brings, by the file that says so."""
+    """Return the end tokens of a model, by the file that defines them."""
     content = _json(Path(model, "generation_config.json"), {})
-    given = content.get("eos_token_id") if isinstance(content, dict) else None
-    said = {
+    listed = content.get("eos_token_id") if isinstance(content, dict) else None
+    tokens_by_source = {
         "tokenizer": [tokenizer.eos_token_id],
-        "generation_config.json": given if isinstance(given, list) else [given],
+        "generation_config.json": listed if isinstance(listed, list) else [listed],
     }
-    ends = {name: sorted(token for token in tokens if isinstance(token, int)) for name, tokens in said.items()}
+    ends = {
+        name: sorted(token for token in tokens if isinstance(token, int)) for name, tokens in tokens_by_source.items()
+    }
     return {name: tokens for name, tokens in ends.items() if tokens}

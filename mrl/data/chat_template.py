@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process with limits: one that loops for ever is a message, not a hang."""
+"""Chat templates, rendered in a process with limits, so that an endless loop becomes an error instead of a hang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "HOME", "TZ")
 
 
 class TemplateFailure(Exception):
-    """A template that cannot be rendered, with its reason; `is_broken` where that is so whatever it is given."""
+    """A template that cannot be rendered, with the reason. `is_broken` means that it fails for any conversation."""
 
     def __init__(self, what: str, *, is_broken: bool = False) -> None:
         super().__init__(what)
@@ -29,20 +29,20 @@ class TemplateFailure(Exception):
 
 
 class ChatTemplate:
-    """One template with the variables that are always the same, and the process that renders it."""
+    """A template with its constant variables, and the process that renders it."""
 
     def __init__(self, template: str, variables: str) -> None:
-        given = {"template": template, "variables": json.loads(variables)}
+        setup = {"template": template, "variables": json.loads(variables)}
         self._limit_s = template_process.COMPUTES_S
-        self._first = json.dumps(given | {"computes_s": self._limit_s}) + "\n"
+        self._first = json.dumps(setup | {"computes_s": self._limit_s}) + "\n"
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, calls_for_answer: bool) -> str:
         """Return the text of a conversation, or raise `TemplateFailure`."""
-        given = {"messages": messages, "add_generation_prompt": calls_for_answer}
+        request = {"messages": messages, "add_generation_prompt": calls_for_answer}
         with self._lock:
-            answer = self._ask(json.dumps(given))
+            answer = self._ask(json.dumps(request))
         if "error" in answer:
             raise TemplateFailure(answer["error"], is_broken=answer.get("is_broken", False))
         text: str = answer["text"]
@@ -58,24 +58,24 @@ class ChatTemplate:
             process.stdin.write(line + "\n")
             process.stdin.flush()
             if answer := process.stdout.readline():
-                found: dict[str, Any] = json.loads(answer)
-                return found
+                parsed: dict[str, Any] = json.loads(answer)
+                return parsed
         except BrokenPipeError:
             pass
         self._process = None
         ended = process.wait()
         if ended == -signal.SIGPROF:
-            return {"error": f"it computes for more than {self._limit_s:g} s", "is_broken": True}
-        return {"error": f"its process ended with status {ended}", "is_broken": True}
+            return {"error": f"rendering took more than {self._limit_s:g} s of CPU time", "is_broken": True}
+        return {"error": f"the process that renders it ended with status {ended}", "is_broken": True}
 
     def _started(self) -> subprocess.Popen[str]:
-        """Start the process, which knows nothing of this one's environment and ends with it."""
+        """Start the process, which has an empty environment and ends with this process."""
         process = subprocess.Popen(
             _PYTHON,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # what is sent to a run's group is for the run to hear, and to save at
+            start_new_session=True,  # a signal to a run's process group must reach only the run, which then saves
             env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
         )
         weakref.finalize(self, _end, process)
@@ -86,7 +86,7 @@ class ChatTemplate:
 
 @lru_cache(maxsize=8)
 def chat_template(template: str, variables: str) -> ChatTemplate:
-    """Return the template with these variables, as JSON: whoever renders the same shares its process."""
+    """Return the template with these variables, as JSON. Equal templates share a process."""
     return ChatTemplate(template, variables)
 
 
@@ -95,5 +95,5 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None and not pipe.closed:
-            with contextlib.suppress(BrokenPipeError):  # of what it no longer reads
+            with contextlib.suppress(BrokenPipeError):  # the process may no longer read its input
                 pipe.close()

@@ -1,10 +1,10 @@
-"""Conversations to tokens: prompts, which of their tokens the assistant says, and responses for another model.
+"""Conversations to tokens: prompts, the tokens of the assistant's turns, and responses for another model.
 
-A turn of the assistant begins where the template would call for it: behind what it makes of the messages before, which
-must stand in the whole conversation unchanged. It ends with the first control token behind, which is the end that the
-model is to write; what the template puts after that (a line break) nobody says. A template that renders former turns
-otherwise than the model read or wrote them (it drops their thinking) would teach what never happens: such a row is
-refused.
+A turn of the assistant begins where the template calls for it: after the rendered text of the earlier messages, which
+must appear unchanged in the whole conversation. It ends with the next control token, which the model learns to write;
+text that the template adds after that (a line break) belongs to no turn. A template that renders earlier turns
+differently from how the model read or wrote them (it drops their thinking) would train on text that never occurs, so
+such a row is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mrl.data.chat_template import ChatTemplate, TemplateFailure
 from mrl.data.rows import Message, PromptRow
 from mrl.errors import BadRow, DataError
 
-_FIX = "batch.loss_on=last, options in data.template, or a template that keeps it in data.template_file"
+_FIX = "set batch.loss_on=last, options in data.template, or a template that keeps it in data.template_file"
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Continuation:
 
     ids: list[int]
     is_learned: list[bool]
-    """Of each whether the assistant says it, and the loss counts it."""
+    """Whether the assistant writes the token, so that the loss counts it."""
 
 
 class PromptEncoder:
-    """Render prompts with the chat template, or take their text as it is, and encode them and what follows."""
+    """Renders prompts with the chat template, or uses their text unchanged, and encodes them and what follows."""
 
     def __init__(
         self, tokenizer: ChatTokenizer, template_options: Mapping[str, Any], *, raw_text: bool = False
@@ -43,16 +43,16 @@ class PromptEncoder:
         self._control = control_tokens(tokenizer)
 
     def render(self, row: PromptRow) -> str:
-        """Return the prompt as the model reads it, up to where its answer begins."""
+        """Return the prompt as the model reads it, up to the start of its answer."""
         for index, message in enumerate((*row.messages, *row.said)):
-            if found := self._control.search(message["content"]):
-                what = f'message {index} ({message["role"]}) holds the control token "{found[0]}"'
-                raise BadRow(what, where=row.where, fix="remove it: it would speak with another role's voice")
+            if match := self._control.search(message["content"]):
+                what = f'message {index} ({message["role"]}) contains the control token "{match[0]}"'
+                raise BadRow(what, where=row.where, fix="remove it: it would speak in another role")
         if self._raw_text:
             if len(row.messages) == 1 and row.messages[0]["role"] == "user":
                 return row.messages[0]["content"]
-            what = f"a raw prompt is one text, and this is a chat of {len(row.messages)} messages"
-            raise BadRow(what, where=row.where, fix="data.raw_text=false, or columns.prompt names a column of text")
+            what = f"a raw prompt must be one text, but this is a chat of {len(row.messages)} messages"
+            raise BadRow(what, where=row.where, fix="set data.raw_text=false, or columns.prompt to a text column")
         return self._applied(row.messages, row.where, calls_for_answer=True)
 
     @cached_property
@@ -63,18 +63,20 @@ class PromptEncoder:
         try:
             return self._template.render(messages, calls_for_answer=calls_for_answer)
         except TemplateFailure as error:
-            what = f"the chat template refuses this prompt: {error}"
-            raise BadRow(what, where=where, fix="mend the row, or the template's options in data.template") from error
+            what = f"the chat template raised an error on this prompt: {error}"
+            raise BadRow(
+                what, where=where, fix="correct the row, or the template's options in data.template"
+            ) from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return token ids of rendered prompts; a template has written all special tokens already."""
+        """Return token ids of rendered prompts. A template has already written all special tokens."""
         return self._tokenizer(list(texts), add_special_tokens=self._raw_text)["input_ids"] if texts else []
 
     def answer(self, row: PromptRow, prompt: str, prompt_ids: list[int]) -> Continuation:
         """Return the tokens from the rendered prompt to the end of the last turn, and which of them are learned."""
         if self._raw_text:
             (ids,) = self._tokenizer([row.said[0]["content"]], add_special_tokens=False)["input_ids"]
-            assert self._tokenizer.eos_token_id is not None, "load_tokenizer refuses one without"
+            assert self._tokenizer.eos_token_id is not None, "load_tokenizer requires an end token"
             return Continuation([*ids, self._tokenizer.eos_token_id], [True] * (len(ids) + 1))
         messages = [*row.messages, *row.said]
         whole = self._applied(messages, row.where, calls_for_answer=False)
@@ -85,64 +87,65 @@ class PromptEncoder:
         is_same = [token for token, _ in tokens[:num_before]] == prompt_ids
         for at, (start, _) in turns.items():
             if not is_same or any(begin < start < end for _, (begin, end) in tokens):
-                what = f"message {at} (assistant) begins within a token, which is one with what stands before it"
-                raise BadRow(what, where=row.where, fix="take line breaks and spaces from its beginning")
+                what = f"message {at} (assistant) begins inside a token that also covers the text before it"
+                raise BadRow(what, where=row.where, fix="remove line breaks and spaces at its beginning")
         last = max(end for _, end in turns.values())
-        said = [(token, place) for token, place in tokens[num_before:] if place[1] <= last]
-        is_learned = [any(a <= begin and end <= b for a, b in turns.values()) for _, (begin, end) in said]
-        return Continuation([token for token, _ in said], is_learned)
+        spans = [(token, place) for token, place in tokens[num_before:] if place[1] <= last]
+        is_learned = [any(a <= begin and end <= b for a, b in turns.values()) for _, (begin, end) in spans]
+        return Continuation([token for token, _ in spans], is_learned)
 
     def _turn(self, messages: Sequence[Message], at: int, whole: str, row: PromptRow) -> tuple[int, int]:
-        """Return where in the whole text a turn begins and ends."""
-        before = self._applied(messages[:at], row.where, calls_for_answer=True)
+        """Return the start and end of a turn in the whole text."""
+        prefix = self._applied(messages[:at], row.where, calls_for_answer=True)
         what = f"message {at} (assistant): the chat template"
-        if not whole.startswith(before):
-            what += " renders what stands before it otherwise than when it called for this answer"
+        if not whole.startswith(prefix):
+            what += " renders the messages before it differently than when it called for this answer"
             raise BadRow(what, where=row.where, fix=_FIX)
-        end = self._control.search(whole, len(before))
+        end = self._control.search(whole, len(prefix))
         if end is None:
-            raise BadRow(f"{what} ends it with no control token", where=row.where, fix="another data.template_file")
-        # Templates trim and add line breaks; what is said stays.
-        if "".join(messages[at]["content"].split()) not in "".join(whole[len(before) : end.end()].split()):
-            raise BadRow(f"{what} leaves out some of it, such as its thinking", where=row.where, fix=_FIX)
-        return len(before), end.end()
+            raise BadRow(
+                f"{what} does not end it with a control token", where=row.where, fix="use another data.template_file"
+            )
+        # Templates trim and add line breaks, but keep the other characters.
+        if "".join(messages[at]["content"].split()) not in "".join(whole[len(prefix) : end.end()].split()):
+            raise BadRow(f"{what} leaves out a part of it, such as its thinking", where=row.where, fix=_FIX)
+        return len(prefix), end.end()
 
     def _with_places(self, text: str) -> list[tuple[int, tuple[int, int]]]:
-        """Return the tokens of a text, each with where its characters begin and end."""
+        """Return the tokens of a text, with the start and end of their characters."""
         try:
             encoded = self._tokenizer([text], add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as error:
-            what = "the tokenizer does not say which characters a token stands for"
+            what = "the tokenizer does not report the characters of each token"
             raise DataError(what, where="model.path", fix="save it as tokenizer.json") from error
         return list(zip(encoded["input_ids"][0], encoded["offset_mapping"][0], strict=True))
 
 
 def prompt_encoder(tokenizer: ChatTokenizer, data: DataConfig) -> PromptEncoder:
-    """Return what renders and encodes prompts as the configuration says."""
+    """Return an encoder of prompts for this configuration."""
     return PromptEncoder(tokenizer, template_options(data), raw_text=data.raw_text)
 
 
 class ResponseEncoder:
     """Encodes a policy's samples for a model with another tokenizer: their text, in its tokens and template.
 
-    The prompt is rendered by that model's template, whose options are not those of the policy's, and which writes the
-    token that begins a text itself, so the tokenizer adds none. The response is cut into tokens by itself, as a policy
-    writes it, and what looks like a control token in it stays text: nobody ends a turn, or begins another, who is not
-    asked to. Behind it stands the token that ends a turn of the assistant, but not behind a response that its length
-    cut off.
+    The prompt is rendered by that model's template, without the policy's template options. The template writes the
+    token that begins a text, so the tokenizer adds none. The response is encoded separately, as the policy wrote it,
+    and text in it that looks like a control token stays text: a response cannot end a turn or begin another. The token
+    that ends a turn of the assistant follows it, except after a response that was cut off by its length.
     """
 
     def __init__(self, path: str, data: DataConfig) -> None:
-        """Read the model's tokenizer; a template that ends no turn is refused."""
+        """Read the model's tokenizer. Refuse a template that does not end its turns."""
         tokenizer = self._tokenizer = load_tokenizer(path, replace(data, template_file=None))
         self._prompts = PromptEncoder(tokenizer, {}, raw_text=data.raw_text)
-        asked = _row([{"role": "user", "content": "?"}], said="!")
-        text = self._prompts.render(asked)
+        example = _row([{"role": "user", "content": "?"}], said="!")
+        text = self._prompts.render(example)
         (ids,) = self._prompts.encode([text])
-        self._end = self._prompts.answer(asked, text, ids).ids[-1]
+        self._end = self._prompts.answer(example, text, ids).ids[-1]
 
     def encode(self, messages: Sequence[Message], response: str, is_truncated: bool) -> tuple[list[int], list[int]]:
-        """Return the tokens of the prompt and of the response; the score is read at the last."""
+        """Return the tokens of the prompt and of the response. The score is read at the last token."""
         (prompt,) = self._prompts.encode([self._prompts.render(_row(messages))])
         (ids,) = self._tokenizer([response], add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return prompt, ids if is_truncated and ids else [*ids, self._end]

@@ -1,4 +1,5 @@
-"""Published data sets as the parquet files that presets name: files checked, and no row left out without a word."""
+"""Published data sets as the parquet files that presets expect: files are verified, and every dropped row is
+reported."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _MADE_FROM = b"mrl.made_from"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that is read, and whether it is the published one."""
+    """A source file, and whether it is the published one."""
 
     part: str
     path: Path
@@ -37,33 +38,35 @@ class SourceFile:
 
 @dataclass
 class Part:
-    """What became of the rows of a part."""
+    """Rows of one part, and the rows that were dropped."""
 
     exercises: list[Exercise] = field(default_factory=list)
     num_read: int = 0
     num_repeated: int = 0
     refused: dict[str, list[str]] = field(default_factory=dict)
-    """Why -> where each row stands that was refused for it."""
+    """Reason -> places of the rows that were refused for it."""
 
 
 def find_sources(dataset: Published, given: Sequence[Path], hashes: Mapping[Path, str]) -> list[SourceFile]:
     """Return the files to read: the hub's, which must have their published hashes, or the given ones."""
     if unread := [str(path) for path in hashes if path not in given]:
-        raise DataError(f"there is a hash of {', '.join(unread)}, which is not read", fix="name it with --from too")
+        raise DataError(f"a hash is given for {', '.join(unread)}, which is not read", fix="add it to --from")
     if given:
-        found = [(_part_of(path, dataset), path, hashes.get(path)) for path in given]
+        files_found = [(_part_of(path, dataset), path, hashes.get(path)) for path in given]
     else:
         repository, revision = dataset.repository, dataset.revision
         files = dataset.files.items()
-        found = [(part, dataset_file(repository, revision, file.path), file.sha256) for part, file in files]
-    if missing := dataset.files.keys() - {part for part, _, _ in found}:
-        raise DataError(f"no file of {', '.join(sorted(missing))} is given", fix="name all files with --from")
+        files_found = [(part, dataset_file(repository, revision, file.path), file.sha256) for part, file in files]
+    if missing := dataset.files.keys() - {part for part, _, _ in files_found}:
+        raise DataError(f"no file for {', '.join(sorted(missing))} is given", fix="list all files with --from")
     published = {file.sha256 for file in dataset.files.values()}
-    return [_hashed(part, path, wanted, published) for part, path, wanted in sorted(found, key=itemgetter(0, 1))]
+    return [
+        _hashed(part, path, expected, published) for part, path, expected in sorted(files_found, key=itemgetter(0, 1))
+    ]
 
 
 def prepare(dataset: Published, sources: Sequence[SourceFile], out: Path) -> dict[Path, Part]:
-    """Write a file for each part, and none before every row has been read."""
+    """Write a file for each part, after all rows have been read."""
     made_from = json.dumps([[source.path.name, source.sha256] for source in sources])
     targets = {part: out / f"{part}.parquet" for part in dataset.parts}
     for target in targets.values():
@@ -88,22 +91,24 @@ def prepare(dataset: Published, sources: Sequence[SourceFile], out: Path) -> dic
 
 def _part_of(path: Path, dataset: Published) -> str:
     if path.suffix not in FILE_KINDS:
-        raise DataError(f"neither {' nor '.join(FILE_KINDS)}", where=str(path), fix="convert it")
+        raise DataError(f"not a {' or '.join(FILE_KINDS)} file", where=str(path), fix="convert it")
     for part in dataset.files:
         if len(dataset.files) == 1 or path.name.startswith(part):
             return part
-    raise DataError("which part is it?", where=str(path), fix=f"begin its name with {' or '.join(dataset.files)}")
+    raise DataError(
+        "the name does not show the part", where=str(path), fix=f"start its name with {' or '.join(dataset.files)}"
+    )
 
 
-def _hashed(part: str, path: Path, wanted: str | None, published: AbstractSet[str]) -> SourceFile:
+def _hashed(part: str, path: Path, expected: str | None, published: AbstractSet[str]) -> SourceFile:
     try:
-        found = sha256(path)
+        actual = sha256(path)
     except OSError as error:
         raise DataError(f"cannot be opened: {error.strerror}", where=str(path)) from error
-    if wanted is not None and found != wanted:
-        fix = "it is damaged or another version: remove it and fetch it again"
-        raise DataError(f"its sha256 is {found}, not {wanted}", where=str(path), fix=fix)
-    return SourceFile(part, path, found, found in published)
+    if expected is not None and actual != expected:
+        fix = "it is damaged or another version: remove it and download it again"
+        raise DataError(f"its sha256 is {actual}, not {expected}", where=str(path), fix=fix)
+    return SourceFile(part, path, actual, actual in published)
 
 
 def _read(dataset: Published, part: str, paths: Sequence[Path]) -> Part:
@@ -125,21 +130,25 @@ def _read(dataset: Published, part: str, paths: Sequence[Path]) -> Part:
         if first.answer != exercise.answer:
             ambiguous.add(key)
     for key in [key for key in kept if key in ambiguous]:
-        made.refused.setdefault("another row gives the same question another answer", []).append(kept.pop(key)[0])
+        made.refused.setdefault("another row gives a different answer to the same question", []).append(
+            kept.pop(key)[0]
+        )
     made.exercises = [exercise for _, exercise in kept.values()]
-    wanted, where = dataset.files[part].num_rows, f"{dataset.repository}, {part}"
-    if made.num_read != wanted:
+    expected, where = dataset.files[part].num_rows, f"{dataset.repository}, {part}"
+    if made.num_read != expected:
         raise DataError(
-            f"{made.num_read} rows, not {wanted}", where=where, fix="is the file whole, and of this data set?"
+            f"{made.num_read} rows, not {expected}",
+            where=where,
+            fix="check that the file is complete and belongs to this data set",
         )
     if len(made.exercises) <= dataset.num_test:
-        reasons = "; ".join(f"{len(rows)}: {what}" for what, rows in made.refused.items())
-        raise DataError(f"{len(made.exercises)} of {made.num_read} rows are left ({reasons})", where=where)
+        reasons = "; ".join(f"{len(rows)}: {reason}" for reason, rows in made.refused.items())
+        raise DataError(f"{len(made.exercises)} of {made.num_read} rows remain ({reasons})", where=where)
     return made
 
 
 def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield where each row stands, with the row or with what is wrong with it."""
+    """Yield the place of each row, with the row or its error."""
     if path.suffix == ".parquet":
         file = ParquetFile(path, list(columns))
         for index, row in enumerate(file):
@@ -148,14 +157,14 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
     lines = JsonlFile(path)
     for index in range(len(lines)):
         try:
-            found = lines.row(index)
+            row = lines.row(index)
         except BadRow as error:
-            found = error
-        yield lines.where(index), found
+            row = error
+        yield lines.where(index), row
 
 
 def _check_old(target: Path, made_from: str) -> None:
-    """Refuse to replace a file that is somebody else's, or was made from other files."""
+    """Refuse to replace a file that `mrl data` did not make, or made from other files."""
     if not target.exists():
         return
     try:
@@ -164,10 +173,10 @@ def _check_old(target: Path, made_from: str) -> None:
         old = None
     if old is None:
         raise DataError(
-            "is there, and not made by `mrl data`", where=str(target), fix="choose another OUT, or remove it"
+            "already exists, and was not made by `mrl data`", where=str(target), fix="choose another OUT, or remove it"
         )
     if old.decode() != made_from:
-        what = f"was made from {old.decode()}, and now it would be from {made_from}"
+        what = f"was made from {old.decode()}, but the new file would be made from {made_from}"
         raise DataError(what, where=str(target), fix="choose another OUT, or remove it")
 
 
@@ -178,13 +187,13 @@ def _rows_of(dataset: Published, part: str, made: Part) -> Iterator[dict[str, An
             "prompt": [{"role": "user", "content": exercise.question}],
             "ability": exercise.ability,
             "reward_model": {"ground_truth": exercise.answer},
-            # An index of its own would begin anew with each source.
+            # An index of the source would start again in each source.
             "extra_info": {"split": part, "index": index, **exercise.extra},
         }
 
 
 def _write(rows: Iterator[dict[str, Any]], made_from: str, target: Path) -> Path:
-    """Write the rows beside their place, onto disk, and return where."""
+    """Write the rows to disk next to their target, and return the path."""
     batches = []
     while batch := list(islice(rows, _ROWS_AT_ONCE)):
         batches.append(pa.RecordBatch.from_pylist(batch))

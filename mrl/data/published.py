@@ -25,10 +25,10 @@ SEARCH_R1 = (
     "inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>. "
     "Question: {}\n"
 )
-"""Search-R1's protocol: what its models are asked with, and their published figures hold for. Mistakes included, it is
-data, and not to be worded better."""
+"""Search-R1's prompt, for which its models and published figures hold. It is data: keep it unchanged, mistakes
+included."""
 
-_UNBRACED = re.compile(r"\\boxed ([^$]+)\$")  # two solutions of MATH end so
+_UNBRACED = re.compile(r"\\boxed ([^$]+)\$")  # two solutions of MATH end this way
 _DAPO_FORM = re.compile(
     r'Solve the following math problem.*?\n\n(.+?)\s*Remember to put your answer on .*?"\.?', re.DOTALL
 )
@@ -36,17 +36,17 @@ _DAPO_FORM = re.compile(
 
 @dataclass(frozen=True)
 class Exercise:
-    """A published row as mrl trains on it."""
+    """A published row in the form that mrl trains on."""
 
     question: str
     answer: str | list[str]
-    """What the reward function takes for the ground truth."""
+    """Ground truth for the reward function."""
     ability: str
     key: Hashable
-    """The same for rows that ask the same."""
+    """Equal for rows that ask the same question."""
     extra: dict[str, Any] = field(default_factory=dict)
     data_source: str = ""
-    """Where the data set consists of several; else its name."""
+    """Data source of the row, if the data set consists of several. Otherwise empty."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Published:
     repository: str
     revision: str
     files: Mapping[str, HubFile]
-    """By the part that is made of it: train, test."""
+    """Part (train, test) -> its file."""
     columns: tuple[str, ...]
     read: ReadExercise
-    """Turns a row, and where it stands, into an exercise; or raises `BadRow`."""
+    """Converts a row and its place to an exercise, or raises `BadRow`."""
     repeats: bool = False
-    """Rows that ask the same come once; if their answers differ, not at all."""
+    """Keep one of the rows that ask the same question. If their answers differ, drop them all."""
     num_test: int = 0
-    """So many exercises at the end of `train` are the test, where the data set has none."""
+    """Number of exercises at the end of `train` that become the test part, if the data set has none."""
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ class Published:
 
 
 def _reads(prompt: str, truth: str, ability: str | None = None, source: str | None = None) -> ReadRow:
-    """Return what checks a published row as a run checks its own rows."""
+    """Return a reader that checks a published row the way a run checks its rows."""
     columns = ColumnsConfig(prompt=prompt, ground_truth=truth, ability=ability, data_source=source, extra_info=None)
     return partial(read_prompt, columns, "published")
 
@@ -106,7 +106,9 @@ def _math(raw: object, where: str) -> Exercise:
     if answer is None and (unbraced := _UNBRACED.findall(solution)):
         answer = unbraced[-1].strip()
     if not answer:
-        raise BadRow("the solution boxes no answer" if answer is None else "the solution's box is empty", where=where)
+        raise BadRow(
+            "the solution has no boxed answer" if answer is None else "the solution's box is empty", where=where
+        )
     return Exercise(f"{question}\n\n{BOXED}", answer, row.ability or "math", question)
 
 
@@ -114,32 +116,32 @@ def _dapo17k(raw: object, where: str) -> Exercise:
     _, question, answer = _parsed(_DAPO17K, raw, where)
     inner = _DAPO_FORM.fullmatch(question.strip())
     if not inner:
-        raise BadRow("the prompt does not ask for its answer in the published words", where=where)
+        raise BadRow("the prompt does not use the published wording", where=where)
     return Exercise(f"{inner[1].strip()}\n\n{BOXED}", answer.strip(), "math", question)
 
 
 def _search_r1(raw: object, where: str) -> Exercise:
     row = _NQ_HOTPOTQA(raw, where)
-    asked = [message["content"] for message in row.messages]
+    texts = [message["content"] for message in row.messages]
     before, after = SEARCH_R1.split("{}")
-    if len(asked) != 1 or not asked[0].startswith(before) or not asked[0].endswith(after):
-        raise BadRow("the prompt does not ask in the words of Search-R1", where=where)
+    if len(texts) != 1 or not texts[0].startswith(before) or not texts[0].endswith(after):
+        raise BadRow("the prompt does not use the wording of Search-R1", where=where)
     truth = row.ground_truth
     accepted = truth if isinstance(truth, list) else [str(truth)]
-    key = (row.data_source, asked[0])
-    return Exercise(asked[0], accepted, row.ability or "fact-reasoning", key, data_source=row.data_source)
+    key = (row.data_source, texts[0])
+    return Exercise(texts[0], accepted, row.ability or "fact-reasoning", key, data_source=row.data_source)
 
 
 def _countdown(raw: object, where: str) -> Exercise:
     match raw:
         case {"nums": list(numbers), "target": target} if (
-            all(type(each) is int for each in (target, *numbers)) and len(numbers) > 1
+            all(type(number) is int for number in (target, *numbers)) and len(numbers) > 1
         ):
             listed = ", ".join(map(str, numbers))
             question = f"Make {target} of the numbers {listed}, each used exactly once, with +, -, *, / and ()."
             key = (target, *sorted(numbers))
             return Exercise(f"{question} {TAGGED}", str(target), "arithmetic", key, {"numbers": numbers})
-    raise BadRow("a row must have `nums`, two or more whole numbers, and `target`, one", where=where)
+    raise BadRow("a row must have `nums` with two or more whole numbers, and `target` with one", where=where)
 
 
 def _parsed(read: ReadRow, raw: object, where: str) -> tuple[PromptRow, str, str]:
@@ -162,12 +164,16 @@ countdown train a1b37bea0f439c858b11b908daa682e521f13f9592f1866b08650f58b730d126
 search-r1 train c3cc21e862a8469105de666101578cbff23cdc77e91a803cef102622c89cc4f6 169615 train
 search-r1 test 30aa887b6d47e06e8c0f6f5307c88fe4e13461ac25a20ec0a5433ad7a4fe25dc 51713 test
 """
-"""Of each data set by part: sha256, number of rows, and path in its repository, without `.parquet`."""
+"""Part, sha256, number of rows, and path in the repository without `.parquet`, for each data set."""
 
 
 def _files(name: str) -> dict[str, HubFile]:
     rows = (line.split() for line in _FILES.strip().splitlines())
-    return {part: HubFile(f"{path}.parquet", sha256, int(num)) for of, part, sha256, num, path in rows if of == name}
+    return {
+        part: HubFile(f"{path}.parquet", sha256, int(num))
+        for dataset, part, sha256, num, path in rows
+        if dataset == name
+    }
 
 
 PUBLISHED: Mapping[str, Published] = {

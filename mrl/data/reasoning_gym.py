@@ -1,9 +1,9 @@
-"""Tasks of the reasoning-gym library: its questions, its answers, and its own scorer.
+"""Tasks of the reasoning-gym library, with its questions, answers and scorer.
 
     data: {train: {legs: {dataset: "reasoning_gym:leg_counting", options: {size: 2000, seed: 1}}}}
 
-Scoring needs the whole entry, which may hold what JSON cannot. So a row carries what made it, and the scorer makes
-the entry again wherever it runs.
+Scoring needs the whole entry, which JSON may not be able to represent. So a row contains the options that created it,
+and the scorer creates the entry again where it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMAT = "default"  # the library's instruction to put the answer between <answe
 
 
 class ReasoningGymTask:
-    """A task's rows; further options are the task's own."""
+    """Rows of a task. Further options are the task's own."""
 
     def __init__(self, task: str, /, *, size: int, seed: int, **options: Any) -> None:
         options |= {"size": size, "seed": seed}
@@ -48,7 +48,7 @@ class ReasoningGymTask:
 
 
 def score(sample: Any) -> float:
-    """Return the library's own score, 0 to 1, of what stands in the last <answer> of a response.
+    """Return the library's score, 0 to 1, of the text in the last <answer> of a response.
 
     As a reward function: `mrl.data.reasoning_gym:score`.
     """
@@ -59,17 +59,17 @@ def score(sample: Any) -> float:
 
 
 def warm_up() -> None:
-    """Import the library, which takes seconds, before the first sample's clock starts."""
+    """Import the library, which takes seconds, before the clock of the first sample starts."""
     _library("factory")
 
 
-@lru_cache(maxsize=64)  # one per task and options: a few
+@lru_cache(maxsize=64)  # one entry per task and options, so a few
 def _entries_again(task: str, options: str) -> Any:
     return _entries(task, json.loads(options))
 
 
 def _entries(task: str, options: Mapping[str, Any]) -> Any:
-    """Return the library's data set; what it does not know or allow is a typed error."""
+    """Return the library's data set. Raise an error for unknown or invalid options."""
     factory = _library("factory")
     if task not in factory.DATASETS:
         raise DataError(f'reasoning_gym has no task "{task}"', fix=did_you_mean(task, factory.DATASETS))
@@ -77,10 +77,10 @@ def _entries(task: str, options: Mapping[str, Any]) -> Any:
     where = f"reasoning_gym:{task}"
     for name in options:
         if name not in known:
-            raise DataError(f'there is no option "{name}"', where=where, fix=did_you_mean(name, known))
+            raise DataError(f'unknown option "{name}"', where=where, fix=did_you_mean(name, known))
     try:
         return factory.create_dataset(task, **options)
-    except (AssertionError, TypeError, ValueError) as error:  # the library checks its options by assert
+    except (AssertionError, TypeError, ValueError) as error:  # the library checks its options with assert
         raise DataError(f"the task does not take these options: {error}", where=where) from error
 
 
@@ -89,6 +89,6 @@ def _library(module: str) -> Any:
         return importlib.import_module(f"reasoning_gym.{module}")
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"reasoning_gym: tasks need the library reasoning-gym, and there is no module {error.name}",
+            f"reasoning_gym: tasks need the library reasoning-gym, but the module {error.name} is missing",
             fix="pip install mrl[reasoning-gym]",
         ) from error

@@ -1,4 +1,5 @@
-"""RLHFDataset: prompts by source and row, checked, rendered, encoded and cut; a batch of them is a DataProto."""
+"""RLHFDataset: prompts by source and row, checked, rendered, encoded and cut to length. A batch of them is a
+DataProto."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from mrl.protocol.columns import from_rows
 
 CHECKED_AT_ONCE = 1024
 _NEXT_RANK = 1 << 48
-"""What tells the row ids of a prompt's responses apart: no run draws so many prompts."""
+"""Offset between the row ids of a prompt's responses. No run draws this many prompts."""
 
 Overlong = Literal["error", "drop", "left", "right", "middle"]
 
@@ -35,24 +36,24 @@ class Prompt:
     draw: Draw
     row: PromptRow
     text: str
-    """As rendered; not cut, where the token ids were."""
+    """Rendered text, uncut even if the token ids were cut."""
     ids: list[int]
     answers: tuple[Continuation, ...] = ()
-    """What supervised training shows after it: one, or responses that were ranked, the best first."""
+    """Answers for supervised training: one, or ranked responses, best first."""
 
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """A row that gives no prompt: a bad row, or one that is too long."""
+    """A row without a usable prompt: malformed or too long."""
 
     draw: Draw
     error: DataError | None
-    """None where the prompt was too long and the configuration lets it be dropped."""
+    """None if the prompt was too long and the configuration drops it."""
     num_tokens: int = 0
 
 
 class RLHFDataset:
-    """The prompts of several sources. Rows are read when they are asked for."""
+    """Prompts of several sources. Rows are read on demand."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class RLHFDataset:
         overlong: Overlong,
         max_response_tokens: int = 0,
     ) -> None:
-        """Take rows by source, each with what reads them; those of responses to learn from limit their tokens."""
+        """Take the rows and the reader of each source. `max_response_tokens` limits responses that are learned."""
         self._sources = dict(sources)
         self._encoder = encoder
         self._max_prompt_tokens = max_prompt_tokens
@@ -89,17 +90,18 @@ class RLHFDataset:
         return [entry if isinstance(entry, SkippedRow) else self._prompt(*entry, next(ids)) for entry in parsed]
 
     def check(self) -> Iterator[SkippedRow]:
-        """Go through every row once: what would be skipped, dropped or refused, ids that occur twice included."""
+        """Go through every row once, and yield the rows that would be skipped, dropped or refused, including duplicate
+        ids."""
         seen: dict[str, dict[str | int, str]] = {name: {} for name in self._sources}
         for begin in range(0, len(self), CHECKED_AT_ONCE):
-            for found in self.read(self.draws(begin, begin + CHECKED_AT_ONCE)):
-                if isinstance(found, SkippedRow):
-                    yield found
-                elif (row_id := found.row.id) is not None:
-                    first = seen[found.draw.source].setdefault(row_id, found.row.where)
-                    if first != found.row.where:
+            for entry in self.read(self.draws(begin, begin + CHECKED_AT_ONCE)):
+                if isinstance(entry, SkippedRow):
+                    yield entry
+                elif (row_id := entry.row.id) is not None:
+                    first = seen[entry.draw.source].setdefault(row_id, entry.row.where)
+                    if first != entry.row.where:
                         what = f'the id "{row_id}" occurs twice, first at {first}'
-                        yield SkippedRow(found.draw, BadRow(what, where=found.row.where))
+                        yield SkippedRow(entry.draw, BadRow(what, where=entry.row.where))
 
     def _row(self, draw: Draw) -> PromptRow:
         rows, read = self._sources[draw.source]
@@ -112,8 +114,8 @@ class RLHFDataset:
                 return SkippedRow(draw, None, len(ids))
             answers = [self._answer(name, replace(row, said=said), text, ids) for name, said in row.responses.items()]
             if len({tuple(answer.ids) for answer in answers}) < len(answers):
-                what = "two responses are the same tokens: they differ in what the chat template takes away, such as "
-                raise BadRow(f"{what}spaces", where=row.where, fix="remove the row, or one of the two")
+                what = "two responses have the same tokens: they differ only in characters that the template removes"
+                raise BadRow(f"{what}, such as spaces", where=row.where, fix="remove the row, or one of the two")
         except DataError as error:
             return SkippedRow(draw, error, len(ids))
         return Prompt(draw, row, text, kept, tuple(answers))
@@ -127,8 +129,8 @@ class RLHFDataset:
         return answer
 
     def draws(self, begin: int, end: int) -> list[Draw]:
-        """Return the rows from `begin` to before `end`, counted over all sources, or to the last, each as if drawn in
-        its first epoch."""
+        """Return the rows from `begin` to before `end` or to the last row, counted over all sources, as draws of their
+        first epoch."""
         draws, names = [], list(self._sources)
         for index in range(begin, min(end, len(self))):
             source = bisect_right(self._starts, index) - 1
@@ -146,7 +148,7 @@ def open_dataset(
 
 
 def open_sft_dataset(sources: Mapping[str, SourceConfig], config: SftConfig, tokenizer: ChatTokenizer) -> RLHFDataset:
-    """Return the rows of `sources`, to learn from: the training or the validation ones."""
+    """Return the training or validation rows of `sources`, to learn from."""
     batch, data = config.batch, config.data
     opened: dict[str, tuple[RawRows, ReadRow]] = {}
     for name, source in sources.items():
@@ -162,7 +164,7 @@ def open_sft_dataset(sources: Mapping[str, SourceConfig], config: SftConfig, tok
 
 
 def to_batch(prompts: Sequence[Prompt]) -> DataProto:
-    """Return one row per prompt, or one for each of its answers; the id of the first is the number of its draw."""
+    """Return one row per prompt, or one for each of its answers. The id of the first is the number of its draw."""
     answers = [answer for prompt in prompts for answer in prompt.answers]
     ranks = [rank for prompt in prompts for rank in range(max(1, len(prompt.answers)))]
     prompts = [prompt for prompt in prompts for _ in range(max(1, len(prompt.answers)))]
@@ -192,12 +194,12 @@ def to_batch(prompts: Sequence[Prompt]) -> DataProto:
 
 
 def shorten(ids: list[int], limit: int, overlong: Overlong, where: str) -> list[int] | None:
-    """Return at most `limit` token ids; None where the prompt is to be dropped."""
+    """Return at most `limit` token ids, or None if the prompt should be dropped."""
     if len(ids) <= limit:
         return ids
     match overlong:
         case "error":
-            fix = "data.overlong=drop, or a cut (left, right, middle), or a larger rollout.max_prompt_tokens"
+            fix = "set data.overlong to drop, left, right or middle, or a larger rollout.max_prompt_tokens"
             raise DataError(f"the prompt has {len(ids)} tokens; at most {limit}", where=where, fix=fix)
         case "drop":
             return None

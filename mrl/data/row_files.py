@@ -1,9 +1,9 @@
-"""Rows of a file by number, JSON Lines or parquet, of which none is read that is not asked for.
+"""Rows of a JSON Lines or parquet file by number, read only on demand.
 
-Lines of JSON are found through one streamed pass that keeps eight bytes per row. A row group of parquet is decoded
-once, when one of its rows is first asked for, into an unlinked temporary file that is mapped into memory: shuffled
-reading then costs no decoding, and memory stays the system's to take back. Samples of a step are written as parquet
-too, for whoever wants to read what the model wrote.
+One streamed pass finds the lines of JSON and keeps eight bytes per row. A row group of parquet is decoded once, when
+one of its rows is first needed, into an unlinked temporary file that is mapped into memory: shuffled reading then needs
+no further decoding, and the system can reclaim the memory. Samples of a step are also written as parquet, so that users
+can read what the model wrote.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class JsonlFile:
-    """One JSON object a line. Windows line ends and a UTF-8 byte order mark are allowed, empty lines are bad rows."""
+    """One JSON object per line. Windows line ends and a UTF-8 byte order mark are allowed; empty lines are bad rows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,7 +74,7 @@ class JsonlFile:
             raise BadRow(f"not a JSON object: {_reason(error)}", where=self.where(index)) from error
 
     def _find_lines(self, start: int) -> npt.NDArray[np.int64]:
-        """Return where each line begins, and the end of the last."""
+        """Return the start of each line, and the end of the last."""
         buffer = bytearray(CHUNK_BYTES)
         starts = [np.array([start], dtype=np.int64)]
         position = 0
@@ -83,19 +83,19 @@ class JsonlFile:
             newlines = np.flatnonzero(np.frombuffer(buffer, np.uint8, count) == ord("\n"))
             starts.append(newlines + (position + 1))
             position += count
-        found = np.concatenate(starts)
-        return found if found[-1] == self._size else np.append(found, self._size)
+        offsets = np.concatenate(starts)
+        return offsets if offsets[-1] == self._size else np.append(offsets, self._size)
 
     def _read(self, begin: int, count: int) -> bytes:
-        # Reads at a position do not move the file's own, so threads may share it.
-        found = os.pread(self._file.fileno(), count, begin)
-        if len(found) < min(count, self._size - begin):
+        # Reads at a position do not move the file's own position, so threads may share the file.
+        content = os.pread(self._file.fileno(), count, begin)
+        if len(content) < min(count, self._size - begin):
             raise DataError("the file became shorter while it was read", where=str(self._path), fix="restore it")
-        return found
+        return content
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _reason(error: ValueError) -> str:
@@ -106,18 +106,18 @@ def _reason(error: ValueError) -> str:
 
 BATCH_ROWS = 4096
 _BUFFER_BYTES = 1 << 20
-_DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)  # of pages, footers, names of columns
+_DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)  # errors in pages, footers, or names of columns
 
 
 class ParquetFile:
-    """One parquet file, of which only the named columns are read."""
+    """A parquet file, of which only the given columns are read."""
 
     def __init__(self, path: Path, columns: list[str], optional: str = "") -> None:
-        """Open it; the column `optional` is read where it is there."""
+        """Open the file. The column `optional` is read if it exists."""
         self._path = path
         try:
             files.check_regular(path)
-            # Not mapped: a file that became shorter would end the process, without a word.
+            # Not mapped: if a mapped file became shorter, the process would end without a message.
             self._file = pq.ParquetFile(path, buffer_size=_BUFFER_BYTES)
         except _DAMAGED as error:
             reason = str(error).splitlines()[0]
@@ -125,8 +125,8 @@ class ParquetFile:
         known = _dotted_names(self._file.schema_arrow)
         for column in columns:
             if column not in known:
-                fix = f"name it in the source's columns, or set it to null ({did_you_mean(column, known)})"
-                raise DataError(f"there is no column `{column}`", where=str(path), fix=fix)
+                fix = f"set it in the source's columns, or set it to null ({did_you_mean(column, known)})"
+                raise DataError(f"the column `{column}` does not exist", where=str(path), fix=fix)
         read = [*columns, optional] if optional in known else columns
         self._columns = list(dict.fromkeys(column.partition(".")[0] for column in read))
         metadata = self._file.metadata
@@ -142,7 +142,7 @@ class ParquetFile:
         return int(self._starts[-1])
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield every row once; unlike `row` it keeps nothing that was decoded."""
+        """Yield every row once. Unlike `row`, this keeps no decoded data."""
         try:
             for batch in self._file.iter_batches(BATCH_ROWS, columns=self._columns):
                 yield from batch.to_pylist()
@@ -172,7 +172,7 @@ class ParquetFile:
 
 
 def _mapped(batches: Iterable[pa.RecordBatch], num_rows: int) -> pa.Table:
-    """Return decoded rows out of a file without a name, mapped into memory."""
+    """Return decoded rows from an unnamed file that is mapped into memory."""
     with tempfile.NamedTemporaryFile(prefix="mrl-rows-") as file:
         writer, num_written = None, 0
         for batch in batches:
@@ -180,16 +180,16 @@ def _mapped(batches: Iterable[pa.RecordBatch], num_rows: int) -> pa.Table:
             writer.write_batch(batch)
             num_written += batch.num_rows
         if writer is None or num_written != num_rows:
-            raise pa.ArrowInvalid(f"{num_written} rows are there, not {num_rows}")
+            raise pa.ArrowInvalid(f"{num_written} rows found, not {num_rows}")
         writer.close()
         file.flush()
         table = pa.ipc.open_file(pa.memory_map(file.name)).read_all()
-    pa.default_memory_pool().release_unused()  # what decoding took, which Arrow would keep for later
+    pa.default_memory_pool().release_unused()  # memory for decoding, which Arrow would keep
     return table
 
 
 def _dotted_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
-    """Return the columns of a schema with those nested in them."""
+    """Return the columns of a schema, including nested ones."""
     names = []
     for field in fields:
         names.append(f"{prefix}{field.name}")
@@ -199,7 +199,7 @@ def _dotted_names(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
 
 
 def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any]], kind: str = "step") -> Path:
-    """Write one row per sample into `step-000012.parquet`, complete or not there. A value may be a list."""
+    """Write one row per sample to `step-000012.parquet`, atomically. A value may be a list."""
     directory.mkdir(mode=0o700, exist_ok=True)
     path = directory / f"{kind}-{step:06d}.parquet"
     staged = path.with_suffix(".tmp")
@@ -211,14 +211,14 @@ def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any
 
 
 def read_newest_samples(directory: Path, num_rows: int, kind: str = "step") -> list[dict[str, Any]]:
-    """Return the first rows of the newest file of a kind; none where there is no file."""
-    found = sorted(directory.glob(f"{kind}-*.parquet"))
-    if not found:
+    """Return the first rows of the newest file of a kind, or none if there is no file."""
+    paths = sorted(directory.glob(f"{kind}-*.parquet"))
+    if not paths:
         return []
     try:
-        files.check_regular(found[-1])
-        rows: list[dict[str, Any]] = pq.read_table(found[-1]).slice(0, num_rows).to_pylist()
+        files.check_regular(paths[-1])
+        rows: list[dict[str, Any]] = pq.read_table(paths[-1]).slice(0, num_rows).to_pylist()
     except (pa.ArrowException, OSError) as error:
-        fix = "move it away: the report then shows the samples before"
-        raise DataError(f"the samples cannot be read: {error}", where=str(found[-1]), fix=fix) from error
+        fix = "move it away; the report then shows the earlier samples"
+        raise DataError(f"the samples cannot be read: {error}", where=str(paths[-1]), fix=fix) from error
     return rows

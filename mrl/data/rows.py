@@ -1,7 +1,7 @@
-"""One raw row of a source, checked: chat messages, the right answer, and what goes with them.
+"""One checked raw row of a source: chat messages, the correct answer, and other columns.
 
-Nothing is repaired or guessed. A row that is not a prompt is a `BadRow` that names file, row, column, what was
-expected and what was found.
+Nothing is repaired or guessed. A row that is not a prompt is a `BadRow` with file, row, column, the expected and the
+actual value.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ROLES = ("system", "user", "assistant", "tool")
 ANSWERED_ROLES = ("user", "tool")
 MAX_CHARACTERS = 1 << 20
 _NEVER_NULL = ("prompt", "chosen", "rejected")
-"""Columns that are there wherever they are read: to do without is no advice."""
+"""Columns that are always needed when they are read, so null is not suggested for them."""
 GroundTruth = str | list[str] | dict[str, str | list[str]]
-"""A text, a list of accepted ones, or `{"target": ...}` of either, as data sets of questions have it."""
+"""A text, a list of accepted texts, or `{"target": ...}` of either, as in question-answering data sets."""
 
 
 Message = dict[str, str]
@@ -28,7 +28,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row whose every field has the right type."""
+    """A row whose fields all have the right type."""
 
     messages: tuple[Message, ...]
     data_source: str
@@ -37,17 +37,17 @@ class PromptRow:
     extra_info: dict[str, Any]
     id: str | int | None
     where: str
-    """File and row, for messages about it."""
+    """File and row, for messages."""
     said: tuple[Message, ...] = ()
-    """What follows the prompt in a conversation that is learned from; nothing where a model is to answer."""
+    """Messages after the prompt in a conversation to learn from. Empty if a model should answer."""
     is_ranked: bool = False
-    """Whether each message in `said` is a response by itself, the best first."""
+    """Whether each message in `said` is a separate response, best first."""
     labels: tuple[float, ...] = ()
-    """Of ranked responses the number of each, where they have one."""
+    """Number of each ranked response, if given."""
 
     @property
     def responses(self) -> dict[str, tuple[Message, ...]]:
-        """What may follow the prompt, each of which is learned from by itself, by its name in messages."""
+        """Return the possible continuations of the prompt, each learned separately, by their name in messages."""
         if not self.is_ranked:
             return {"answer": self.said} if self.said else {}
         names = (
@@ -59,11 +59,12 @@ class PromptRow:
 
 
 ReadRow = Callable[[object, str], PromptRow]
-"""What makes a prompt of a raw row and where it stands."""
+"""Converts a raw row and its place to a prompt."""
 
 
 def read_prompt(columns: ColumnsConfig, source_name: str, raw: object, where: str) -> PromptRow:
-    """Return the row of a source, by its column names; its data source is that of the row, or the source's name."""
+    """Return the row of a source, read by its column names. The data source comes from the row or is the source's
+    name."""
     cells = Cells(raw, where)
     return PromptRow(
         messages=cells.messages(columns.prompt),
@@ -91,7 +92,7 @@ def describe(value: object) -> str:
 
 
 class Cells:
-    """The cells of one raw row; each method returns a value of the right type or raises."""
+    """Cells of one raw row. Each method returns a value of the right type or raises an error."""
 
     def __init__(self, raw: object, where: str) -> None:
         if not isinstance(raw, Mapping):
@@ -99,7 +100,7 @@ class Cells:
         self.raw, self.where = raw, where
 
     def names(self, columns: ColumnsConfig, source_name: str) -> dict[str, Any]:
-        """Return what every row has beside its messages."""
+        """Return the fields that every row has in addition to its messages."""
         ability = columns.ability
         return {
             "data_source": self.text(columns.data_source, "data_source") if columns.data_source else source_name,
@@ -115,9 +116,9 @@ class Cells:
             if not isinstance(value, Mapping):
                 raise self.bad(".".join(passed), f"must be an object with `{name}`, not {describe(value)}")
             if name not in value:
-                without = "" if key in _NEVER_NULL else ", or set it to null to do without"
-                fix = f"name it in columns.{key}{without} ({did_you_mean(column, _dotted_names(self.raw))})"
-                raise BadRow(f"there is no column `{column}`", where=self.where, fix=fix)
+                without = "" if key in _NEVER_NULL else ", or set it to null if not needed"
+                fix = f"set columns.{key}{without} ({did_you_mean(column, _dotted_names(self.raw))})"
+                raise BadRow(f"the column `{column}` does not exist", where=self.where, fix=fix)
             value = value[name]
             passed.append(name)
         return value
@@ -138,8 +139,8 @@ class Cells:
         if not isinstance(value, list):
             return self.text_of(value, column, "ground_truth")
         if not value:
-            raise self.bad(column, "is an empty list: no answer would be right")
-        return [self.text_of(each, f"{column}[{number}]", "prompt") for number, each in enumerate(value)]
+            raise self.bad(column, "is an empty list, so no answer would be correct")
+        return [self.text_of(item, f"{column}[{number}]", "prompt") for number, item in enumerate(value)]
 
     def text_of(self, value: Any, column: str, key: str) -> str:
         if not isinstance(value, str):
@@ -147,7 +148,7 @@ class Cells:
             if isinstance(value, int | float) and not isinstance(value, bool):
                 fix = f'write "{value}"'
             elif value is None and key not in _NEVER_NULL:
-                fix = f"set columns.{key} to null to do without"
+                fix = f"set columns.{key} to null if not needed"
             raise self.bad(column, f"must be text, not {describe(value)}", fix)
         self._check_text(value, column)
         if not value.strip():
@@ -163,7 +164,7 @@ class Cells:
         try:
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         except (TypeError, ValueError) as error:  # a UnicodeEncodeError is a ValueError
-            raise self.bad(column, f"cannot be written as JSON: {error}") from error
+            raise self.bad(column, f"cannot be converted to JSON: {error}") from error
         return value
 
     def id(self, column: str) -> str | int:
@@ -179,18 +180,18 @@ class Cells:
         if not isinstance(value, list):
             raise self.bad(column, f"must be a list of messages or text, not {describe(value)}")
         if not value:
-            raise self.bad(column, "is an empty list: there is nothing to answer")
-        return self.prompt(tuple(self.message(each, f"{column}[{index}]") for index, each in enumerate(value)), column)
+            raise self.bad(column, "is an empty list, so there is nothing to answer")
+        return self.prompt(tuple(self.message(item, f"{column}[{index}]") for index, item in enumerate(value)), column)
 
     def prompt(self, messages: tuple[Message, ...], column: str) -> tuple[Message, ...]:
-        """Return these messages, which the assistant can answer."""
+        """Return these messages if the assistant can answer them. Otherwise raise an error."""
         if (num := sum(len(message["content"]) for message in messages)) > MAX_CHARACTERS:
-            raise self.bad(column, f"has {num} characters together; at most {MAX_CHARACTERS}")
+            raise self.bad(column, f"has {num} characters in total; at most {MAX_CHARACTERS}")
         roles = [message["role"] for message in messages]
         if "user" not in roles:
-            raise self.bad(column, f"has no message of the user (roles: {', '.join(roles)})")
+            raise self.bad(column, f"has no message of role user (roles: {', '.join(roles)})")
         if roles[-1] not in ANSWERED_ROLES:
-            what = f"ends with a message of role {roles[-1]}: there is nothing to answer"
+            what = f"ends with a message of role {roles[-1]}, so there is nothing to answer"
             raise self.bad(column, what, f"the last message must be of role {' or '.join(ANSWERED_ROLES)}")
         return messages
 
@@ -205,31 +206,31 @@ class Cells:
             shown = f'"{role}"' if isinstance(role, str) else describe(role)
             raise self.bad(f"{place}.role", f"is {shown}", did_you_mean(str(role), ROLES))
         if isinstance(content, list):
-            raise self.bad(f"{place}.content", "is a list of parts; mrl trains on text alone")
+            raise self.bad(f"{place}.content", "is a list of parts; mrl trains only on text")
         if not isinstance(content, str):
             raise self.bad(f"{place}.content", f"must be text, not {describe(content)}")
         self._check_text(content, f"{place}.content")
         if not content.strip():
             raise self.bad(f"{place}.content", "is blank")
-        # A parquet column gives every message every key, with null where it had none.
-        if odd := [key for key in message if key not in ("role", "content") and message[key] is not None]:
-            raise self.bad(place, f"has `{odd[0]}`, which no prompt can carry", "a message is role and content")
+        # A parquet column gives every message every key, with null for the missing ones.
+        if extra := [key for key in message if key not in ("role", "content") and message[key] is not None]:
+            raise self.bad(place, f"has `{extra[0]}`, which is not supported", "a message has only role and content")
         return {"role": role, "content": content}
 
     def _check_text(self, text: str, column: str) -> None:
         if len(text) > MAX_CHARACTERS:
             raise self.bad(column, f"has {len(text)} characters; at most {MAX_CHARACTERS}")
         if (at := text.find("\0")) >= 0:
-            raise self.bad(column, f"holds the character NUL at position {at}", "remove it")
+            raise self.bad(column, f"contains the character NUL at position {at}", "remove it")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            what = f"holds half of a surrogate pair (U+{ord(text[error.start]):04X}) at position {error.start}"
-            raise self.bad(column, what, "the text was cut inside a character, or escaped wrongly") from error
+            what = f"contains half of a surrogate pair (U+{ord(text[error.start]):04X}) at position {error.start}"
+            raise self.bad(column, what, "the text was cut inside a character or escaped incorrectly") from error
 
 
 def _dotted_names(raw: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the columns of a row with those nested in them, dotted."""
+    """Return the columns of a row, including nested ones, with dots."""
     names = []
     for name, value in raw.items():
         names.append(f"{prefix}{name}")

@@ -1,8 +1,8 @@
-"""Which row comes next: an endless, seeded sequence of draws over weighted sources that can resume anywhere.
+"""An endless, seeded sequence of draws over weighted sources that can resume anywhere.
 
-Every source has epochs of its own. The order of its rows in an epoch is a pure function of seed, source, epoch and
-number of rows. Which source is next depends on how often each was drawn, so those few counts are the whole state; a
-sampler that leaves out what teaches nothing keeps, beside them, which rows rest.
+Every source has its own epochs. The order of its rows in an epoch is a pure function of seed, source, epoch and number
+of rows. The next source depends on how often each was drawn, so these few counts are the whole state. A sampler that
+leaves out useless prompts also stores the resting rows.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Draw:
     """One occurrence of a prompt."""
 
     number: int
-    """How many draws came before it, over all sources."""
+    """Number of earlier draws, over all sources."""
     source: str
     epoch: int
-    """Of its source."""
+    """Epoch of its source."""
     row: int
-    """In its source."""
+    """Row in its source."""
 
     @property
     def uid(self) -> str:
-        """The same for the same occurrence in every run, and of no other occurrence."""
+        """Identifier of this occurrence: unique in a run, and the same in every run."""
         return f"{self.source}/{self.epoch}/{self.row}"
 
 
 class PromptSampler:
-    """Draws rows without end. After n draws a source of share w was drawn w x n times, within one or two."""
+    """Draws rows without end. After n draws, a source of share w was drawn w x n times, within one or two."""
 
     def __init__(
         self, sizes: Mapping[str, int], weights: Mapping[str, float | None], *, seed: int, shuffle: bool
@@ -60,31 +60,31 @@ class PromptSampler:
 
     def draw(self) -> Draw:
         number, total = sum(self._drawn.values()), sum(self._weights.values())
-        # The source that is furthest behind its share; the first of equals.
+        # The source that is furthest behind its share; ties go to the first.
         source = max(self._sizes, key=lambda name: self._weights[name] * (number + 1) - total * self._drawn[name])
         epoch, position = divmod(self._drawn[source], self._sizes[source])
         self._drawn[source] += 1
         return Draw(number, source, epoch, int(self._rows_of(source, epoch)[position]))
 
     def learn(self, solved: Mapping[str, float]) -> None:
-        """Take in the share of samples that were solved, by the uid of their prompt; this order does not look at it."""
+        """Take the share of solved samples, by the uid of their prompt. This sampler ignores it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the sequence stands, as plain JSON."""
+        """Return the state of the sequence, as plain JSON."""
         return {"order": self._order, "drawn": dict(self._drawn)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where the state was taken; what decides the order must be the same."""
+        """Continue exactly where the state was taken. Everything that determines the order must be unchanged."""
         for name, now in self._order.items():
-            if (then := state["order"][name]) != now:
+            if (recorded := state["order"][name]) != now:
                 raise DataError(
-                    f"the prompts cannot go on where they stopped: {name} was {then}, now it is {now}",
+                    f"cannot continue with the prompts: {name} was {recorded}, but now is {now}",
                     fix="resume with the same data section and files, or start a new run",
                 )
         self._drawn = dict(state["drawn"])
 
     def _rows_of(self, source: str, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the order of a source's rows in an epoch; the last one asked for is kept."""
+        """Return the order of a source's rows in an epoch. The latest one is cached."""
         if self._rows.get(source, (-1,))[0] != epoch:
             size = self._sizes[source]
             order = shuffled(size, f"{self._seed}/{source}/{epoch}") if self._shuffle else np.arange(size)
@@ -95,7 +95,7 @@ class PromptSampler:
 def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
     """Return the numbers below `size` in the order of a hash of key and number (SplitMix64).
 
-    Not numpy's own shuffle, whose order may change with numpy's version: a run must resume after an upgrade.
+    numpy's shuffle is not used, because its order may change with numpy's version: a run must resume after an upgrade.
     """
     start = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8).digest(), dtype="<u8")
     mixed = np.arange(1, size + 1, dtype=np.uint64) * _STEP + start
@@ -105,7 +105,8 @@ def shuffled(size: int, key: str) -> npt.NDArray[np.int64]:
 
 
 def _whole_weights(sizes: Mapping[str, int], weights: Mapping[str, float | None]) -> dict[str, int]:
-    """Return weights as the smallest whole numbers of the same ratio: shares are then exact, however long a run is."""
+    """Return weights as the smallest whole numbers with the same ratio, so that shares are exact in runs of any
+    length."""
     exact = {
         name: Fraction(size) if weights[name] is None else Fraction(str(weights[name])) for name, size in sizes.items()
     }
@@ -116,11 +117,11 @@ def _whole_weights(sizes: Mapping[str, int], weights: Mapping[str, float | None]
 
 
 class DifficultySampler(PromptSampler):
-    """Draws as `PromptSampler`, but leaves out prompts that were too easy or too hard when they were drawn last.
+    """Like `PromptSampler`, but leaves out prompts that were too easy or too hard when last drawn.
 
-    A prompt rests for `rest` epochs of its source where the share of its samples that were solved did not lie between
-    the two numbers of `between`, themselves excluded. Where every prompt of a source rests, the next one is drawn all
-    the same. What is left out counts as drawn, so the shares of the sources are shares of what was looked at.
+    A prompt rests for `rest` epochs of its source if the share of its solved samples was not strictly between the two
+    numbers of `between`. If every prompt of a source rests, the next one is drawn anyway. Prompts that are left out
+    count as drawn, so the shares of the sources are shares of the prompts considered.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class DifficultySampler(PromptSampler):
         super().__init__(sizes, weights, seed=seed, shuffle=shuffle)
         (self._hard, self._easy), self._rest = between, rest
         self._again_in: dict[str, dict[str, int]] = {name: {} for name in self._sizes}
-        """Source -> row -> the first epoch in which it may be drawn again."""
+        """Source -> row -> first epoch in which it may be drawn again."""
 
     def draw(self) -> Draw:
         draw = super().draw()
@@ -147,7 +148,7 @@ class DifficultySampler(PromptSampler):
         return draw
 
     def learn(self, solved: Mapping[str, float]) -> None:
-        """Take in the share of samples that were solved, by the uid of their prompt."""
+        """Record the share of solved samples, by the uid of their prompt."""
         for uid, share in solved.items():
             source, epoch, row = uid.rsplit("/", 2)
             if share >= self._easy or share <= self._hard:

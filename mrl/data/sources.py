@@ -1,4 +1,4 @@
-"""Where raw rows come from: files, known datasets by name, and the user's own."""
+"""Sources of raw rows: files, known datasets by name, and the user's own."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from mrl.errors import BadRow, DataError, did_you_mean
 from mrl.registry import load_attribute
 
 MakeRows = Callable[..., Any]
-"""Makes a sequence of rows: what has a length and an index."""
+"""Creates a sequence of rows, with a length and an index."""
 
 
 class RawRows(Protocol):
-    """Rows by number, as they stand in their source."""
+    """Raw rows of a source by number."""
 
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Any:
-        """Return the raw row, or `BadRow` where there is nothing to read."""
+        """Return the raw row, or raise `BadRow` if it cannot be read."""
 
     def where(self, index: int) -> str:
-        """Return which row that is, for messages."""
+        """Return the place of that row, for messages."""
 
 
 class MadeRows:
-    """Rows that code makes: any sequence of them, the user's included."""
+    """Rows created by code, including the user's: any sequence."""
 
     def __init__(self, rows: Any, name: str) -> None:
         self._rows, self._name = rows, name
@@ -78,7 +78,7 @@ class ManyFiles:
 
 
 def open_source(source: SourceConfig, *, is_ranked: bool = False) -> RawRows:
-    """Return the rows of a source. Files are opened and indexed, but no row is read that is not asked for."""
+    """Return the rows of a source. Files are opened and indexed, but rows are read only on demand."""
     if is_file(source):
         opened = [_open_file(Path(path), source.columns, is_ranked) for path in _matching(source.dataset)]
         return opened[0] if len(opened) == 1 else ManyFiles(opened)
@@ -89,36 +89,39 @@ def open_source(source: SourceConfig, *, is_ranked: bool = False) -> RawRows:
 
 
 def fingerprint(source: SourceConfig) -> str:
-    """Return what tells the files of a source from others of as many rows; nothing for rows that code makes."""
-    found = [files.fingerprint(path) for path in _matching(source.dataset)] if is_file(source) else []
-    return hashlib.sha256(" ".join(found).encode()).hexdigest() if found else ""
+    """Return a fingerprint that distinguishes the files of a source from others with the same number of rows. Empty for
+    rows created by code."""
+    prints = [files.fingerprint(path) for path in _matching(source.dataset)] if is_file(source) else []
+    return hashlib.sha256(" ".join(prints).encode()).hexdigest() if prints else ""
 
 
 def data_sources(source: SourceConfig, name: str, max_made_rows: int | None) -> set[str]:
-    """Return the names under which rewards know the rows of a source; rows that have none are left out.
+    """Return the data sources of the rows, as rewards know them. Rows without one are left out.
 
-    All rows are read, but of those that code makes at most `max_made_rows`, at even distances.
+    All rows are read, except that of rows created by code at most `max_made_rows` are read, at equal distances.
     """
     column = source.columns.data_source
     if column is None:
         return {name}
-    alone = ColumnsConfig(prompt=column, data_source=column, ability=None, ground_truth=None, extra_info=None)
-    rows = open_source(replace(source, columns=alone))
+    key_columns = ColumnsConfig(prompt=column, data_source=column, ability=None, ground_truth=None, extra_info=None)
+    rows = open_source(replace(source, columns=key_columns))
     step = max(1, len(rows) // max_made_rows) if max_made_rows and isinstance(rows, MadeRows) else 1
-    found = set()
+    names = set()
     for number in range(0, len(rows), step):
-        with suppress(BadRow):  # which is reported when it is drawn
-            found.add(Cells(rows.row(number), rows.where(number)).text(column, "data_source"))
-    return found
+        with suppress(BadRow):  # reported when the row is drawn
+            names.add(Cells(rows.row(number), rows.where(number)).text(column, "data_source"))
+    return names
 
 
 def _matching(pattern: str) -> list[str]:
     paths = sorted(glob.glob(pattern, recursive=True))
     if not paths:
         folder = Path(pattern).parent
-        near = did_you_mean(Path(pattern).name, [path.name for path in folder.iterdir()]) if folder.is_dir() else ""
-        there = near if folder.is_dir() else f'there is no directory "{folder}"'
-        raise DataError("there is no such file", where=pattern, fix=there)
+        suggestion = (
+            did_you_mean(Path(pattern).name, [path.name for path in folder.iterdir()]) if folder.is_dir() else ""
+        )
+        hint = suggestion if folder.is_dir() else f'the directory "{folder}" does not exist'
+        raise DataError("the file does not exist", where=pattern, fix=hint)
     return paths
 
 
@@ -133,14 +136,15 @@ def _open_file(path: Path, columns: ColumnsConfig, is_ranked: bool) -> RawRows:
             used += [columns.prompt, columns.ground_truth, columns.extra_info]
             return ParquetFile(path, list(filter(None, used)))
         used += [columns.chosen, columns.rejected, columns.label]
-        return ParquetFile(path, list(filter(None, used)), optional=columns.prompt)  # conversations hold it themselves
+        # conversations contain the prompt themselves
+        return ParquetFile(path, list(filter(None, used)), optional=columns.prompt)
     except OSError as error:
         raise DataError(f"cannot be opened: {error.strerror}", where=str(path)) from error
 
 
 def _toy(task: str) -> MakeRows:
     if task not in TOY_TASKS:
-        raise DataError(f'there is no toy task "{task}"', fix=did_you_mean(task, TOY_TASKS))
+        raise DataError(f'unknown toy task "{task}"', fix=did_you_mean(task, TOY_TASKS))
     return TOY_TASKS[task]
 
 
@@ -148,14 +152,14 @@ DATASETS: dict[str, Callable[[str], MakeRows]] = {
     "toy": _toy,
     "reasoning_gym": lambda task: partial(ReasoningGymTask, task),
 }
-"""Known datasets: what stands before the colon of `name:task` -> what gives the function that makes a task's rows."""
+"""Known datasets: the name before the colon of `name:task` -> a function that returns the maker of a task's rows."""
 
 
 def _make_rows(source: SourceConfig) -> Any:
     name, _, task = source.dataset.partition(":")
     make = DATASETS[name](task) if name in DATASETS else load_attribute(source.dataset)
     if not callable(make):
-        raise DataError("is not a class or function that makes rows", where=source.dataset)
+        raise DataError("is not a class or function that returns rows", where=source.dataset)
     try:
         inspect.signature(make).bind(**source.options)
     except TypeError as error:
@@ -163,6 +167,6 @@ def _make_rows(source: SourceConfig) -> Any:
         raise DataError(f"options: {error}", where=source.dataset, fix=fix) from error
     rows = make(**source.options)
     if not isinstance(rows, Sized) or not hasattr(rows, "__getitem__") or isinstance(rows, Mapping | str):
-        what = f"must make a sequence of rows, with a length and an index, not {type(rows).__name__}"
+        what = f"must return a sequence of rows, with a length and an index, not {type(rows).__name__}"
         raise DataError(what, where=source.dataset)
     return rows

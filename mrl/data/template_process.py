@@ -1,8 +1,8 @@
 """The process that renders a chat template: a program that came with a model, and may loop, recurse and allocate.
 
-A script of its own, which loads Jinja alone. The template sees what transformers gives it, in the same sandbox; a
-sandbox has no limits on time and memory, and this process has. Line by line it reads what to render from its standard
-input and writes what came of it; the first line holds template and variables.
+This script loads only Jinja. The template sees the same variables as in transformers, in the same sandbox. A sandbox
+does not limit time and memory, but this process does. It reads requests line by line from its standard input, and
+writes one answer per line; the first line contains template and variables.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 COMPUTES_S, MEMORY_BYTES, TEXT_CHARACTERS = 5.0, 1 << 30, 4 << 20
-"""What one prompt may take, of processors, of memory, and of room."""
+"""Limits of one prompt: seconds of CPU time, bytes of memory, and characters of text."""
 _FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says; here it is rendered as if it were not marked."""
+    """`{% generation %}` marks the assistant's text; here the mark is ignored."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own attribute
 
@@ -49,23 +49,23 @@ def main() -> None:
 
 
 def _answers() -> Iterator[dict[str, Any]]:
-    given = json.loads(sys.stdin.readline())
-    limit_s: float = given["computes_s"]
+    setup = json.loads(sys.stdin.readline())
+    limit_s: float = setup["computes_s"]
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     template: Any = None
-    wrong: dict[str, Any] = {}
+    failure: dict[str, Any] = {}
     try:
-        template = _limited(limit_s, lambda: environment.from_string(given["template"]))
+        template = _limited(limit_s, lambda: environment.from_string(setup["template"]))
     except jinja2.TemplateSyntaxError as error:
-        wrong = {"error": f"line {error.lineno}: {error.message}", "is_broken": True}
+        failure = {"error": f"line {error.lineno}: {error.message}", "is_broken": True}
     except (*_FAILURES, MemoryError, SyntaxError) as error:
-        wrong = {"error": str(error)}
+        failure = {"error": str(error)}
     for line in sys.stdin:
-        yield wrong or _rendered(template, given["variables"] | json.loads(line), limit_s)
+        yield failure or _rendered(template, setup["variables"] | json.loads(line), limit_s)
 
 
 def _rendered(template: Any, variables: dict[str, Any], limit_s: float) -> dict[str, Any]:
@@ -74,14 +74,14 @@ def _rendered(template: Any, variables: dict[str, Any], limit_s: float) -> dict[
     except _FAILURES as error:
         return {"error": str(error)}
     except MemoryError:
-        return {"error": f"it takes more than {MEMORY_BYTES >> 20} MiB"}
+        return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB"}
     if len(text) > TEXT_CHARACTERS:
         return {"error": f"it writes {len(text)} characters; at most {TEXT_CHARACTERS}"}
     return {"text": text}
 
 
 def _limited(limit_s: float, action: Callable[[], Any]) -> Any:
-    """Do something that the kernel ends, and this process with it, after so many seconds of computing."""
+    """Run an action. After `limit_s` seconds of CPU time, the kernel ends this process."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
         return action()

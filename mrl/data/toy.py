@@ -1,7 +1,7 @@
-"""Tasks that a model of a million parameters learns in minutes: nothing is downloaded, answers are exact.
+"""Tasks that a model of a million parameters learns in minutes. Nothing is downloaded, and answers are exact.
 
-Row i of a task is a pure function of its options and i. `part` splits a task for training and validation, so that
-no prompt is in both.
+Row i of a task is a pure function of its options and i. `part` splits a task into training and validation, so that no
+prompt is in both.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from mrl.errors import DataError, did_you_mean
 
 PARTS = ("all", "train", "validation")
-VALIDATION_SHARE = 10  # one row in so many
+VALIDATION_SHARE = 10  # one row out of this many
 TEACHERS_TAKES = 16
 Task = Callable[[int], tuple[str, str]]
 
 
 class ToyRows:
-    """Rows in the field's schema: a question of the user, and its answer; with `pairs`, two answers to choose from.
+    """Rows in the usual schema: a user's question and its answer; with `pairs`, two answers to choose from.
 
-    Every problem comes in so many pairs, of which a share `swapped` has the wrong answer as the chosen one.
+    Every problem comes in `pairs` pairs. In a share `swapped` of them, the wrong answer is the chosen one.
     """
 
     def __init__(self, name: str, make: Task, numbers: Sequence[int], pairs: int = 0, swapped: float = 0.0) -> None:
@@ -52,22 +52,22 @@ def addition(
 ) -> ToyRows:
     """Return every sum of two two-digit numbers that are at most `largest`.
 
-    With `mistakes`, it is a careless teacher's exercise book: every problem is there 16 times, and that share of the
-    answers has a wrong digit. With `pairs`, every problem is there so many times, each with the right answer as the
-    chosen one and one with a wrong digit as the rejected; a share `swapped` stands the wrong way round.
+    With `mistakes`, the answers come from a careless teacher: every problem occurs 16 times, and that share of the
+    answers has a wrong digit. With `pairs`, every problem occurs that many times, each with the right answer as the
+    chosen one and an answer with a wrong digit as the rejected one; in a share `swapped` they are exchanged.
     """
     if pairs < 0:
-        raise DataError(f"toy:addition: pairs are 0 or more for each problem, not {pairs}")
+        raise DataError(f"toy:addition: pairs must be at least 0, not {pairs}")
     if pairs and mistakes:
-        raise DataError("toy:addition: mistakes are of answers, and swapped is of pairs", fix="pairs=0, or mistakes=0")
+        raise DataError("toy:addition: pairs and mistakes exclude each other", fix="set pairs=0 or mistakes=0")
     if not 0 <= swapped <= 1 or (swapped and not pairs):
         raise DataError(
-            f"toy:addition: swapped is a share of the pairs, from 0 to 1, and was {swapped} of {pairs} pairs"
+            f"toy:addition: swapped must be a share of the pairs, from 0 to 1, not {swapped} of {pairs} pairs"
         )
     if not 10 <= largest <= 99:
-        raise DataError(f"toy:addition adds two-digit numbers; the largest cannot be {largest}")
+        raise DataError(f"toy:addition adds two-digit numbers; largest must be 10 to 99, not {largest}")
     if not 0 <= mistakes <= 1:
-        raise DataError(f"toy:addition: mistakes is a share of the answers, from 0 to 1, and was {mistakes}")
+        raise DataError(f"toy:addition: mistakes must be a share of the answers, from 0 to 1, not {mistakes}")
     count = largest - 9
     takes = TEACHERS_TAKES if mistakes else 1
 
@@ -91,7 +91,7 @@ def _with_a_wrong_digit(answer: int, chance: random.Random) -> str:
 
 
 def reversing(size: int = 10_000, longest: int = 8, seed: int = 0, part: str = "all") -> ToyRows:
-    """Letters to be written backwards."""
+    """Rows that ask for letters in reverse order."""
 
     def make(number: int) -> tuple[str, str]:
         chance = random.Random(f"reversing {seed} {number}")
@@ -102,7 +102,7 @@ def reversing(size: int = 10_000, longest: int = 8, seed: int = 0, part: str = "
 
 
 def sorting(size: int = 10_000, longest: int = 8, seed: int = 0, part: str = "all") -> ToyRows:
-    """Digits to be put in order."""
+    """Rows that ask for digits in ascending order."""
 
     def make(number: int) -> tuple[str, str]:
         chance = random.Random(f"sorting {seed} {number}")
@@ -116,13 +116,13 @@ TOY_TASKS: dict[str, Callable[..., ToyRows]] = {"addition": addition, "reversing
 
 
 def _part(task: str, size: int, part: str) -> Sequence[int]:
-    """Return the numbers of the rows of a part; which part a row is in never depends on the size."""
+    """Return the numbers of the rows of a part. The part of a row does not depend on the size."""
     if part not in PARTS:
         raise DataError(f'toy:{task} has no part "{part}"', fix=did_you_mean(part, PARTS))
     if part == "all":
         return range(size)
-    wanted = part == "validation"
-    return [number for number in range(size) if _is_validation(task, number) is wanted]
+    is_wanted = part == "validation"
+    return [number for number in range(size) if _is_validation(task, number) is is_wanted]
 
 
 def _is_validation(task: str, number: int) -> bool:

@@ -1,1 +1,1 @@
-"""`mrl demo`: its model and its configurations, which are files beside this one and can be read and changed."""
+"""`mrl demo`: its model and its configurations. The configuration files in this directory can be read and changed."""

@@ -1,8 +1,8 @@
-"""The demo: a tiny model learns to add numbers, or to search, from a careless teacher first, then from rewards alone.
+"""The demo: a tiny model learns to add numbers, or to search, first from a careless teacher, then only from rewards.
 
-SFT imitates the teacher, of whose answers more than half are wrong, so the model is wrong as often: however likely the
-right answer has become, it is sampled no more often than the teacher gave it. No example is ever corrected. Rewards
-that compare sampled answers with the truth take it from there, on problems other than those that it is measured on.
+SFT imitates the teacher, more than half of whose answers are wrong, so the model is wrong as often: it gives the right
+answer no more often than the teacher did. No example is corrected. Rewards that compare sampled answers with the truth
+then improve it, on problems other than those used for the evaluation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 CONFIGS = Path(__file__).parent
 
 RUN = """\
-# Written by `mrl demo`. Run it again, with whatever you like to change: mrl train {path} run.name=mine
+# Written by `mrl demo`. To run it again with changes: mrl train {path} run.name=mine
 extends: {algorithm}
 run: {{name: {run}, dir: {directory}}}
 cluster: {{devices_per_node: {devices}}}
@@ -58,7 +58,7 @@ class DemoSettings:
 
     @property
     def cluster(self) -> ClusterConfig:
-        """A device for each rank of the actor."""
+        """A cluster with one device for each rank of the actor."""
         return ClusterConfig(devices_per_node=self.tp * self.pp, device="cpu")
 
 
@@ -66,7 +66,7 @@ class DemoSettings:
 class DemoResult:
     before: float
     figures: Mapping[str, float] | None
-    """Of the last validation; None where it was told to stop before the end."""
+    """Metrics of the last validation, or None if the run was asked to stop before the end."""
     seconds: dict[str, float]
     config: Path
     task: DemoTask = SUMS
@@ -76,7 +76,7 @@ class DemoResult:
         return None if self.figures is None else self.figures[self.task.solved]
 
     def missed(self) -> Iterator[str]:
-        """Yield what should have been otherwise: little was to be known before, and much after."""
+        """Yield missed goals: the score should be low before training and high after it."""
         if self.before > MAX_WARM_START:
             yield f"{100 * self.before:.1f} % before; at most {100 * MAX_WARM_START:.0f} %"
         for name, goal in self.task.goals.items():
@@ -89,7 +89,7 @@ class DemoResult:
 
 
 def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
-    """Make the model, warm it up by SFT, train it by rewards, and measure it before and after."""
+    """Create the model, warm it up by SFT, train it with rewards, and evaluate it before and after."""
     seconds: dict[str, float] = {}
     settings.directory.mkdir(parents=True, mode=0o700)
     with ray_cluster(settings.cluster):
@@ -101,7 +101,7 @@ def run_demo(settings: DemoSettings, console: Console) -> DemoResult:
 
 def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, float]) -> Path:
     task = settings.task
-    console.print(f"making a model of {task.num_layers} layers that knows nothing")
+    console.print(f"creating a random model with {task.num_layers} layers")
     initial = settings.directory / "initial"
     timed(seconds, "model", lambda: make_model(initial, settings.seed, task.num_layers))
     console.print(f"SFT on the answers of {task.teacher}")
@@ -111,11 +111,12 @@ def warm_model(settings: DemoSettings, console: Console, seconds: dict[str, floa
 def learn_from_preferences(
     settings: DemoSettings, model: Path, console: Console, seconds: dict[str, float]
 ) -> DemoResult:
-    """Sample a warmed-up model, train a reward model on pairs of its answers, and then the model by that alone."""
-    console.print("sampling 16 answers to each problem, of which a judge prefers the right ones")
+    """Sample a warmed-up model, train a reward model on pairs of its answers, and train the model only with that reward
+    model."""
+    console.print("sampling 16 answers to each problem, for a judge that prefers the right ones")
     values = values_of(settings, model)
     samples = timed(seconds, "samples", lambda: sample_policy(values, settings.directory))
-    console.print("mrl rm on pairs of a right and a wrong answer")
+    console.print("training a reward model (mrl rm) on pairs of a right and a wrong answer")
     judge, right = timed(seconds, "rm", lambda: train_judged(samples, values, console))
     result = learn(settings, model, console, seconds, judge=judge)
     return result if result.figures is None else replace(result, figures={**result.figures, RIGHT_PAIRS: right})
@@ -134,7 +135,9 @@ def learn(
     text = demo_yaml(settings, model, config)
     text += "" if judge is None else f"reward_model: {{path: {json.dumps(str(judge))}}}\n"
     config.write_text(text, encoding="utf-8")
-    console.print(f"{settings.algorithm}: {settings.steps} steps of {task.samples_per_step} samples, as {config} says")
+    console.print(
+        f"{settings.algorithm}: {settings.steps} steps of {task.samples_per_step} samples, configured in {config}"
+    )
     resolved = load_config(str(config), overrides)
     with open_run(resolved, console) as run:
         trainer = RayPPOTrainer(run)
@@ -142,7 +145,7 @@ def learn(
         with trainer.init_workers():
             seconds["start of workers"] = time.monotonic() - began
             before = timed(seconds, "validation before", trainer.validate)[task.solved]
-            console.print(f"right before: {100 * before:.1f} % of sampled answers to {task.unseen}")
+            console.print(f"right before training: {100 * before:.1f} % of sampled answers to {task.unseen}")
             figures = timed(seconds, settings.algorithm, trainer.fit)
         if task.validated_every is not None and trainer.num_steps_done == settings.steps:
             validated = [line for line in read_metrics(run.directory / "metrics.jsonl") if task.solved in line]
@@ -172,14 +175,14 @@ def _warm_start(settings: DemoSettings, initial: Path, console: Console) -> Path
 
 
 def values_of(settings: DemoSettings, model: Path) -> list[str]:
-    """Return what a run of the demo is told beside its file."""
+    """Return the overrides of a run of the demo, in addition to its file."""
     devices = settings.cluster.devices_per_node
     values = [f"run.dir={settings.directory}", f"model.path={model}", f"training.seed={settings.seed}"]
     return [*values, f"cluster.devices_per_node={devices}", f"placement.pools.laptop={devices}"]
 
 
 def demo_yaml(settings: DemoSettings, model: Path, path: Path) -> str:
-    """The configuration of the run: the algorithm's file, and what this demo was asked for."""
+    """Return the configuration of the run: the algorithm's file, and the settings of this demo."""
     return RUN.format(
         path=path,
         algorithm=json.dumps(str(CONFIGS / settings.task.algorithms[settings.algorithm])),

@@ -1,8 +1,8 @@
 """The demo's search: an environment, its format and its data, as a user of mrl would write them.
 
-A key stands for a number, or for another key, which stands for a number. What stands for what is drawn for each
-conversation anew, so that no model can know it: it has to look up the key that it is asked for, and once more where it
-finds a key. Every other key stands for a number as well, and a wrong one.
+A key maps to a number, or to another key, which maps to a number. The mapping is drawn for each conversation, so that
+no model can know it: the model has to look up the key in the question, and again if it finds a key. Every other key
+also maps to a number, but a wrong one.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from mrl.agents.formats import Format
 
 Part = Literal["train", "validation"]
 HOPS: Mapping[str, int] = {"one_hop": 1, "two_hops": 2}
-"""Data source -> how many keys lie between its questions and their answers."""
-VALIDATION_SHARE = 4  # one key in so many
+"""Data source -> number of keys between its questions and their answers."""
+VALIDATION_SHARE = 4  # one key out of this many
 TEACHERS_TAKES = 40
 KEYS = [first + second for first in string.ascii_lowercase for second in string.ascii_lowercase]
 
 
 def part_of(key: str) -> Part:
-    """Return where a key occurs: no key of the validation does in training, as a question or on the way."""
+    """Return the part in which a key occurs. Keys of the validation never occur in training, as a question or on the
+    way."""
     return "train" if hashlib.blake2b(key.encode()).digest()[0] % VALIDATION_SHARE else "validation"
 
 
 class Facts:
-    """What the keys of one conversation stand for."""
+    """Mapping of the keys in one conversation."""
 
     def __init__(self, key: str, hops: int, seed: int) -> None:
         self._seed, dice = seed, random.Random(seed)
-        others = [other for other in KEYS if other != key and part_of(other) == part_of(key)]
-        self.path = [key, *dice.sample(others, hops - 1)]
-        """The keys that have to be looked up."""
+        candidates = [other for other in KEYS if other != key and part_of(other) == part_of(key)]
+        self.path = [key, *dice.sample(candidates, hops - 1)]
+        """Keys that have to be looked up."""
         self.answer = _number(dice)
         self._found = dict(zip(self.path, [*self.path[1:], self.answer], strict=True))
 
@@ -46,7 +47,7 @@ class Facts:
 
 
 class FactSearch(Environment):
-    """Looks keys up, and scores the answer."""
+    """Looks up keys, and scores the answer."""
 
     def reset(self, task: Task) -> Start:
         self._facts = Facts(task.messages[-1]["content"], HOPS[task.data_source], task.seed)
@@ -65,7 +66,7 @@ class FactSearch(Environment):
 
 
 class QuestionMark(Format):
-    """`?ab` looks up the key `ab`; what does not begin with a question mark is the answer."""
+    """`?ab` looks up the key `ab`. Text without a question mark at the beginning is the answer."""
 
     def parse(self, text: str) -> list[ToolCall]:
         if not text.startswith("?"):
@@ -76,7 +77,7 @@ class QuestionMark(Format):
 
 
 def questions(part: Part) -> list[dict[str, Any]]:
-    """Return every key of a part as a question of each source; a row's answer is drawn in its conversation."""
+    """Return every key of a part as a question of each source. The answer is drawn in the conversation."""
     return [
         {
             "prompt": [{"role": "user", "content": key}],
@@ -89,10 +90,10 @@ def questions(part: Part) -> list[dict[str, Any]]:
 
 
 class Lessons(Sequence[Mapping[str, Any]]):
-    """Conversations of a careless teacher, each question in many of them.
+    """Conversations of a careless teacher, with each question in several of them.
 
-    A third of them is right. In another third the teacher looks up a key that nobody asked for, and believes what it
-    finds. In the rest it looks up nothing, and guesses.
+    A third of them are right. In another third, the teacher looks up a key other than the one in the question, and
+    believes the result. In the rest, the teacher looks up nothing and guesses.
     """
 
     def __init__(self) -> None:
@@ -104,8 +105,8 @@ class Lessons(Sequence[Mapping[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
         dice = random.Random(f"lesson {index}")
         row = self._questions[index]
-        said = lesson(row["prompt"][0]["content"], HOPS[row["data_source"]], dice)
-        return {**row, "messages": [*row["prompt"], *said]}
+        turns = lesson(row["prompt"][0]["content"], HOPS[row["data_source"]], dice)
+        return {**row, "messages": [*row["prompt"], *turns]}
 
 
 def lesson(key: str, hops: int, dice: random.Random) -> list[dict[str, str]]:
@@ -114,13 +115,13 @@ def lesson(key: str, hops: int, dice: random.Random) -> list[dict[str, str]]:
     if habit == "guesses":
         return [{"role": "assistant", "content": _number(dice)}]
     keys = facts.path if habit == "searches" else [dice.choice([other for other in KEYS if part_of(other) == "train"])]
-    found = [facts.look_up(each) for each in keys]
-    said = [
+    results = [facts.look_up(searched) for searched in keys]
+    turns = [
         message
-        for each, result in zip(keys, found, strict=True)
-        for message in ({"role": "assistant", "content": f"?{each}"}, {"role": "tool", "content": result})
+        for searched, result in zip(keys, results, strict=True)
+        for message in ({"role": "assistant", "content": f"?{searched}"}, {"role": "tool", "content": result})
     ]
-    return [*said, {"role": "assistant", "content": found[-1]}]
+    return [*turns, {"role": "assistant", "content": results[-1]}]
 
 
 def _number(dice: random.Random) -> str:

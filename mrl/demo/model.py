@@ -1,6 +1,6 @@
-"""A model of 400,000 parameters in two layers, with a tokenizer of bytes: made here, nothing is downloaded.
+"""A model with 400,000 parameters in two layers and a tokenizer of bytes, created here without any download.
 
-They are real files that transformers and vLLM load like any other's.
+The files are real ones that transformers and vLLM load like those of other models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_LENGTH = 64
 
 
 def make_model(directory: Path, seed: int, num_layers: int = 2, max_length: int = MAX_LENGTH) -> Path:
-    """Write a random model like Qwen3 in Hugging Face format."""
+    """Write a random model with Qwen3's architecture in Hugging Face format."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     directory.mkdir(parents=True)
@@ -47,7 +47,7 @@ def make_model(directory: Path, seed: int, num_layers: int = 2, max_length: int 
 
 
 def save_toy_tokenizer(directory: Path) -> int:
-    """Write the tokenizer's files into `directory`; returns the number of tokens that a model of it needs."""
+    """Write the tokenizer's files into `directory`. Return the number of tokens that its model needs."""
     from transformers import PreTrainedTokenizerFast
 
     # Every byte has a token, so nothing is unknown and no text is lost.

@@ -1,7 +1,7 @@
-"""The demo's preferences: pairs of what a policy has answered, and the reward model that learns from them.
+"""The demo's preferences: pairs of answers of a policy, and the reward model that learns from them.
 
-A judge who knows the sums is asked about pairs of one problem's answers, of which one is right. What it says is all
-that is ever learned of right and wrong: the policy is trained by the reward model alone.
+A judge who knows the sums compares two answers to one problem, one of which is right. These preferences are the only
+source of right and wrong: the policy is trained only with the reward model.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mrl.trainer.sft import train_sft
 
 CONFIGS = Path(__file__).parent
 LARGEST = 49
-"""As in base.yaml."""
+"""Same as in base.yaml."""
 _SAMPLES = "sampled"
 
 
 def policy_pairs(samples: str, part: str, errors: float = 0.0, problems: int | None = None) -> Sequence[dict[str, Any]]:
-    """Return, of each problem, its right answer with each wrong one that was sampled, the preferred one as `chosen`.
+    """Return, for each problem, its right answer paired with each wrong sampled answer, the preferred one as `chosen`.
 
-    A share `errors` of the pairs stands the wrong way round; at 0.5 the judge's words say nothing. It sees answers to
-    so many `problems`, or to all of a part.
+    A share `errors` of the pairs is exchanged; at 0.5 the preferences carry no information. The judge sees answers to
+    `problems` problems, or to all of a part.
     """
     rows = addition(part, LARGEST)
     questions = {rows[at]["extra_info"]["index"]: rows[at]["prompt"] for at in range(len(rows))}
@@ -53,21 +53,21 @@ def policy_pairs(samples: str, part: str, errors: float = 0.0, problems: int | N
             chosen, rejected = (answer, right[number]) if is_error else (right[number], answer)
             pairs.append({"prompt": questions[number], "data_source": "sums", "chosen": chosen, "rejected": rejected})
     if not pairs:
-        raise DataError("no problem has a right and a wrong answer", where=samples)
+        raise DataError("no problem has both a right and a wrong answer", where=samples)
     return pairs
 
 
 def sample_policy(values: Sequence[str], directory: Path) -> Path:
-    """Sample answers to all problems, those of validation too; return where they are."""
-    given = [
+    """Sample answers to all problems, including those of validation. Return their directory."""
+    overrides = [
         "run.name=sampled",
         "training.steps=1",
         "actor.schedule.decay=constant",
         "data.validation.sums.options.part=all",
     ]
-    given += ["validation={samples_per_prompt: 16, best_metric: null}", "reward.functions.answer.name=digits"]
-    given += ["reward_model=null", "placement.roles.reward_model=null"]
-    resolved = load_config(str(CONFIGS / "preferences.yaml"), [*values, *given])
+    overrides += ["validation={samples_per_prompt: 16, best_metric: null}", "reward.functions.answer.name=digits"]
+    overrides += ["reward_model=null", "placement.roles.reward_model=null"]
+    resolved = load_config(str(CONFIGS / "preferences.yaml"), [*values, *overrides])
     (directory / _SAMPLES / "logs").mkdir(parents=True, mode=0o700)
     events = EventLog(directory / _SAMPLES / "events.jsonl")
     try:
@@ -80,17 +80,17 @@ def sample_policy(values: Sequence[str], directory: Path) -> Path:
 def train_judged(
     samples: Path, values: Sequence[str], console: Console, errors: float = 0.0, problems: int | None = None
 ) -> tuple[Path, float]:
-    """Train a reward model on pairs of these samples; return it, and its accuracy on problems that are new to it."""
+    """Train a reward model on pairs of these samples. Return it, and its accuracy on problems that are new to it."""
     options = {"samples": str(samples), "errors": errors, "problems": problems}
-    given = [f"data.train.pairs.options.{name}={json.dumps(value)}" for name, value in options.items()]
-    given.append(f"data.validation.pairs.options.samples={json.dumps(str(samples))}")
+    overrides = [f"data.train.pairs.options.{name}={json.dumps(value)}" for name, value in options.items()]
+    overrides.append(f"data.validation.pairs.options.samples={json.dumps(str(samples))}")
 
     def on_update(step: int, metrics: dict[str, float]) -> None:
         if step % 100 == 0:
             shown = f"loss {metrics['loss']:.3f}, {metrics['val/accuracy']:.1%} of new pairs right"
             console.print(f"  update {step}: {shown}")
 
-    resolved = load_config_of("rm", str(CONFIGS / "preferences_rm.yaml"), [*values, *given])
+    resolved = load_config_of("rm", str(CONFIGS / "preferences_rm.yaml"), [*values, *overrides])
     with open_run(resolved, console) as run:
         model = train_sft(run, on_update)
     if model is None:

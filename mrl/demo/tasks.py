@@ -1,4 +1,4 @@
-"""What `mrl demo` can teach: sums, by rule or by preferences, or to look up what no model can know."""
+"""Tasks of `mrl demo`: sums, by rule or by preferences, and looking up what no model can know."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass, replace
 
 MAX_WARM_START = 0.40
 RIGHT_PAIRS = "rm/val/accuracy"
-"""Of a demo with a judge: the share of held-out pairs that the reward model has the right way round."""
+"""For a demo with a judge: share of held-out pairs that the reward model ranks correctly."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoTask:
-    """One of the tasks, whose files stand beside this one."""
+    """One of the tasks, with its configuration files in this directory."""
 
     algorithms: Mapping[str, str]
-    """What rewards teach it by -> the file; the first one is the default."""
+    """Algorithm of the reinforcement learning -> its file. The first one is the default."""
     warm_up: str
-    """The file of the SFT before."""
+    """Configuration file of the SFT warm-up."""
     run: str
-    """Name of the run by rewards."""
+    """Name of the reinforcement learning run."""
     teacher: str
     unseen: str
-    """What it is measured on."""
+    """Description of the evaluation data."""
     num_layers: int
     steps: int
     samples_per_step: int
     updates_per_step: int
     validated_every: int | None = None
-    """Steps between validations, of which the best gives the result; null validates at the end."""
+    """Steps between validations, the best of which gives the result. Null validates at the end."""
     is_judged: bool = False
-    """Whether a judge orders pairs of the warmed-up model's answers, and a reward model learns from these."""
+    """Whether a judge ranks pairs of the warmed-up model's answers, and a reward model learns from them."""
     goals: Mapping[str, float]
-    """Figure of the last validation -> what it has to be at least; the first is also measured before."""
+    """Metric of the last validation -> its goal. The first metric is also measured before training."""
 
     also: Mapping[str, str]
-    """Figure of the last step -> what it is, where it tells something of how the goals were met."""
+    """Metric of the last step -> its description, if it helps to explain the result."""
 
     @property
     def solved(self) -> str:
-        """Which figure is the share of right answers."""
+        """Return the metric of the share of right answers."""
         return next(iter(self.goals))
 
 
@@ -60,7 +60,7 @@ SEARCH = DemoTask(
     algorithms={"grpo": "search.yaml"},
     warm_up="search_sft.yaml",
     run="search",
-    teacher="a teacher of whom a third search rightly",
+    teacher="a teacher who searches correctly in a third of them",
     unseen="questions about keys that are never trained on",
     num_layers=3,
     steps=50,

@@ -1,7 +1,7 @@
-"""What every task of the Slurm step runs: Ray on its node, ended with all of its own, and on the first node the run.
+"""The program of every task of the Slurm step: runs Ray on its node and, on the first node, the run.
 
-Tasks meet in the directory of the attempt: the first one writes `address` there when its Ray can be joined, and
-`exit_code` when the run has ended, at which the others leave. The batch script writes `stop` when time runs out.
+Tasks communicate through the directory of the attempt. The first task writes `address` when its Ray accepts nodes, and
+`exit_code` when the run has ended, so that the other tasks exit. The batch script writes `stop` when time runs out.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mrl.plan.search import fits_on
 
 _POLL_S = 0.5
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
-_AWAIT = "await-nodes"  # the first argument of the process that waits for the other nodes
+_AWAIT = "await-nodes"  # first argument of the process that waits for the other nodes
 
 
 def read(file: Path) -> str:
-    """Return what somebody wrote; nothing where nobody has."""
+    """Return the contents of a file, or an empty string if it does not exist."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -44,7 +44,7 @@ def read(file: Path) -> str:
 
 
 def is_there(file: Path) -> bool:
-    """Return whether there is such a file. Opening asks the file server, where looking may be answered from memory."""
+    """Return whether a file exists. Opening it asks the file server, while a stat may be answered from a cache."""
     try:
         os.close(os.open(file, os.O_RDONLY))
     except FileNotFoundError:
@@ -53,7 +53,7 @@ def is_there(file: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this node's part; return its exit code."""
+    """Run this node's part. Return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == [_AWAIT]:
         return _await_nodes(argv[1:])
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--join-limit-s", type=float, required=True)
     parser.add_argument("--interface")
     arguments = parser.parse_args(argv)
-    # `scancel` signals every task. The run's own end ends the others, so that it can still save.
+    # `scancel` signals every task. The other tasks end when the run ends, so that it can still save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     part = _first if os.environ["SLURM_PROCID"] == "0" else _other
     try:
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def writable_caches() -> Iterator[None]:
-    """For the time of the block libraries can keep what they compile: below the home directory, or where that cannot
-    be written, as in a container without one, in a directory of this node, unless the site names others."""
+    """For the length of the block, let libraries cache compiled code: below the home directory or, if it is not
+    writable, as in a container without one, in a directory of this node, unless the site sets other places."""
     if os.access(Path.home(), os.W_OK):
         yield
         return
@@ -102,7 +102,7 @@ def _first(attempt: Path, arguments: argparse.Namespace) -> int:
             files.write_text(attempt / "address", address)
             common = [arguments.config, f"cluster.ray_address={address}"]
             waiting = ["-m", "mrl.launch.node", _AWAIT, *common, f"{limit_s}", *read(attempt / "nodes").split()]
-            # A process of its own, like the run: Ray ends whoever is joined to a cluster that is gone.
+            # A separate process, like the run: Ray ends every process that has joined a cluster that is gone.
             code = supervise([sys.executable, *waiting], attempt)
             if code == 0:
                 code = supervise([sys.executable, "-m", "mrl.cli.main", arguments.verb, *common], attempt)
@@ -118,7 +118,7 @@ def _other(attempt: Path, arguments: argparse.Namespace) -> int:
         if is_there(attempt / "exit_code"):
             return 1
         if time.monotonic() > deadline:
-            raise SetupError(f"the first node has started no Ray within {limit_s:g} s")
+            raise SetupError(f"Ray did not start on the first node within {limit_s:g} s")
         time.sleep(_POLL_S)
     cluster = load_any_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
     with ray_node(host, name, [f"--address={address}", *device_options(cluster, arguments.cpus)]) as node:
@@ -129,8 +129,9 @@ def _other(attempt: Path, arguments: argparse.Namespace) -> int:
 
 
 def _await_nodes(argv: Sequence[str]) -> int:
-    """Return 0 when every node is up, or 1 after the limit, with those that are not and what would fit without them."""
-    # With Ray, which only this process joins.
+    """Return 0 when every node is up. After the limit, return 1 with the missing nodes and what would fit without
+    them."""
+    # These load Ray, so only this process joins.
     from mrl.controller import ray_cluster
     from mrl.controller.nodes import wait_for_nodes
 
@@ -149,25 +150,25 @@ def _await_nodes(argv: Sequence[str]) -> int:
 
 
 def supervise(command: Sequence[str], attempt: Path) -> int:
-    """Run a command to its end; SIGUSR1 tells it when the batch script wants it to stop. Its words go to a log."""
+    """Run a command to its end, with its output in a log. SIGUSR1 means that the batch script wants it to stop."""
     with (attempt / "train.log").open("ab") as log:
         run = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, preexec_fn=default_signals
         )
         signal.signal(signal.SIGTERM, lambda number, frame: run.send_signal(number))
-        is_told = False
+        is_notified = False
         while run.poll() is None:
-            if not is_told and is_there(attempt / "stop"):
+            if not is_notified and is_there(attempt / "stop"):
                 run.send_signal(signal.SIGUSR1)
-                is_told = True
+                is_notified = True
             time.sleep(_POLL_S)
     if run.returncode == -signal.SIGUSR1:
-        return EXIT_STOPPED  # it was told before it could listen: nothing has been done that would be lost
+        return EXIT_STOPPED  # it was signaled before its handler was installed, when nothing could be lost
     return run.returncode if run.returncode >= 0 else 128 - run.returncode
 
 
 _LOOPBACK = "127.0.0.1"
-_STARTED = "ray_current_cluster"  # Ray writes it into its directory once the node is up and known to the others
+_STARTED = "ray_current_cluster"  # Ray writes this file once the node is up and known to the others
 _ENDS_S = 20.0
 _POLL_S = 0.2
 _SIOCGIFADDR = 0x8915
@@ -176,7 +177,7 @@ _PORTS = range(20000, 32768)
 
 @dataclass(frozen=True)
 class RayNode:
-    """A `ray start --block` that runs."""
+    """A running `ray start --block`."""
 
     process: subprocess.Popen[bytes]
     directory: Path
@@ -192,16 +193,16 @@ class RayNode:
     def check(self) -> None:
         if (status := self.process.poll()) is not None:
             logs = self.directory / "session_latest" / "logs"
-            raise SetupError(f"Ray ended on this node, with status {status}{_last_words(logs)}")
+            raise SetupError(f"Ray ended on this node with status {status}{_last_words(logs)}")
 
 
 @contextmanager
 def ray_node(host: str, name: str, options: Sequence[str]) -> Iterator[RayNode]:
-    """Run Ray for the length of the block, its sockets and logs in a private directory."""
-    directory = Path(tempfile.mkdtemp(prefix="mrl-"))  # 0700; Ray would leave them open to all
+    """Run Ray for the length of the block, with its sockets and logs in a private directory."""
+    directory = Path(tempfile.mkdtemp(prefix="mrl-"))  # mode 0700; Ray would leave them readable by all users
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += [f"--node-ip-address={host}", f"--node-name={name}", f"--temp-dir={directory}", *options]
-    # Its default is one port for all: a head that finds it taken lives on without this agent, and refuses every job.
+    # The default is one port for all. A head that finds it taken continues without this agent, and rejects every job.
     command += [f"--dashboard-agent-listen-port={free_port()}"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=default_signals)
     try:
@@ -214,61 +215,62 @@ def ray_node(host: str, name: str, options: Sequence[str]) -> Iterator[RayNode]:
             process.kill()
             process.wait()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it started, and left
+            os.killpg(process.pid, signal.SIGKILL)  # remaining processes that Ray started
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def head_options(port: int) -> list[str]:
-    """What makes a node the first. Its dashboard listens on this node alone: `ssh -L` is the way to it."""
-    # A fixed port would be another user's on a shared node, and Ray ends when it cannot have it.
+    """Return the options of the first node. Its dashboard listens only on this node: use `ssh -L` to reach it."""
+    # A fixed port could be another user's on a shared node, and Ray exits if it cannot get it.
     options = ["--head", f"--port={port}", f"--ray-client-server-port={free_port()}"]
     return [*options, f"--dashboard-host={_LOOPBACK}", f"--dashboard-port={free_port()}"]
 
 
 def device_options(cluster: ClusterConfig, num_cpus: int) -> list[str]:
-    """What a node offers: what Ray counts by itself is the machine's, not the job's."""
+    """Return the devices that a node offers. Ray's own count would be the machine's, not the job's."""
     if cluster.device == "cpu":
         return [f"--num-cpus={cluster.devices_per_node}"]
     return [f"--num-gpus={cluster.devices_per_node}", f"--num-cpus={num_cpus}"]
 
 
 def own_address(interface: str | None, name: str) -> str:
-    """The address of this node that others reach: an interface's, or what the node's name stands for."""
+    """Return the address at which other nodes reach this one: the interface's, or the address that the node's name
+    resolves to."""
     if interface is None:
         address = socket.gethostbyname(name)
         if address.startswith("127."):
-            what = f"{name} stands for {address} here, which no other node reaches"
-            raise SetupError(what, fix="name network_interface in the cluster file")
+            what = f"{name} resolves to {address} here, which other nodes cannot reach"
+            raise SetupError(what, fix="set network_interface in the cluster file")
         return address
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
         except OSError as error:
             present = ", ".join(name for _, name in socket.if_nameindex())
-            fix = f"network_interface of the cluster file: this node has {present}"
+            fix = f"set network_interface in the cluster file; this node has {present}"
             raise SetupError(f'the interface "{interface}" has no address: {error.strerror}', fix=fix) from error
     return socket.inet_ntoa(answer[20:24])
 
 
 def free_port() -> int:
-    """Return a port that is free now on every address. None of those that the kernel hands out unasked, which may be
-    another's before Ray takes it, and none of those that Ray gives to its workers."""
+    """Return a port that is free now on every address. Exclude ports that the kernel assigns automatically, which may
+    be taken before Ray uses them, and ports that Ray gives to its workers."""
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("", port))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
             return port
     raise SetupError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free on this node")
 
 
 def default_signals() -> None:
-    """Reset SIGTERM in a new process: a signal that its parent ignores would stay ignored in it."""
+    """Reset SIGTERM in a new process. A signal that the parent ignores would stay ignored."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _last_words(logs: Path) -> str:
-    """Return what Ray says of the process that took it along."""
-    said = logs / "ray_process_exit.log"
-    return f": {' '.join(said.read_text(errors='replace').split())}" if said.is_file() else ""
+    """Return what Ray reports about the process whose end stopped it."""
+    report = logs / "ray_process_exit.log"
+    return f": {' '.join(report.read_text(errors='replace').split())}" if report.is_file() else ""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a job takes along; and a run as a job of a Ray cluster that is up, to which that travels, and nothing else."""
+"""The files of a job, and a run as a job on a running Ray cluster, to which only these files are sent."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ CONFIG, RUNTIME_ENVIRONMENT = "config.yaml", "runtime_environment.json"
 
 
 def pack(resolved: Resolved[Any], overrides: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Return the configuration as one file that no longer changes while its job waits, with `${oc.env:NAME}` as
-    written, and the environment variables that it takes values from. Secrets that are written out are an error."""
+    """Return the configuration as one file that no longer changes while its job waits, with `${oc.env:NAME}`
+    unresolved, and the environment variables that it uses. Secrets in plain text are an error."""
     layer = merge(read_chain(resolved.path), read_overrides(overrides)[0])
     problems = []
     for path, written in leaves_of(layer.values):
         shown = json.dumps(written, ensure_ascii=False)
         is_secret = path in resolved.secrets.paths and "${oc.env:" not in shown and written is not None
         if is_secret or resolved.secrets.hide(shown) != shown:
-            what, fix = "a secret would go into the files of the job", "take it from the environment: ${oc.env:NAME}"
+            what, fix = (
+                "a secret would be written to the files of the job",
+                "take it from the environment: ${oc.env:NAME}",
+            )
             problems.append(Problem(layer.origin(path, resolved.path), dotted(path), what, fix))
     if problems:
         raise ConfigError(problems)
@@ -46,16 +49,16 @@ def pack(resolved: Resolved[Any], overrides: Sequence[str]) -> tuple[str, tuple[
 @dataclass(frozen=True)
 class RayJob:
     config: str
-    """The text of the file."""
+    """Text of the configuration file."""
     code: tuple[Path, ...]
-    """Files and packages of the user's, below the current directory."""
+    """The user's files and packages, below the current directory."""
     environment: dict[str, str]
     missing: tuple[str, ...]
-    """Secret variables that must be there already where Ray runs."""
+    """Secret variables that must already be set where Ray runs."""
 
 
 def make_job(resolved: Resolved[Any], overrides: Sequence[str], further: Sequence[str]) -> RayJob:
-    """Return the job of a configuration. What would be looked for in the wrong place on the cluster is an error."""
+    """Return the job of a configuration. Paths that would be wrong on the cluster are an error."""
     config, (text, variables) = resolved.config, pack(resolved, overrides)
     if problems := list(_relative_paths(config)):
         raise ConfigError(problems)
@@ -71,7 +74,7 @@ def make_job(resolved: Resolved[Any], overrides: Sequence[str], further: Sequenc
 
 
 def write_job_directory(job: RayJob, directory: Path) -> None:
-    """Lay out what travels: the job's working directory, and beside it what the runtime environment is."""
+    """Write the job's working directory, and the runtime environment next to it."""
     working = directory / "job"
     working.mkdir()
     (working / CONFIG).write_text(job.config, encoding="utf-8")
@@ -86,26 +89,26 @@ def write_job_directory(job: RayJob, directory: Path) -> None:
 
 
 def _left_here(directory: str, names: Sequence[str]) -> set[str]:
-    """Return what of a package does not travel: hidden files such as `.env` and `.git`, keys, and links."""
+    """Return the files of a package that are not sent: hidden files such as `.env` and `.git`, keys, and links."""
     patterns = ("__pycache__", ".*", "*.pem", "*.key", "id_rsa*", "id_ed25519*")
     left = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
     return left | {name for name in names if os.path.islink(os.path.join(directory, name))}
 
 
 def submit_command(address: str, directory: Path, verb: str, *, wait: bool) -> list[str]:
-    """Return `ray job submit` for what is laid out in a directory."""
+    """Return the `ray job submit` command for a prepared directory."""
     submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", f"--address={address}"]
     submit += [f"--runtime-env={directory / RUNTIME_ENVIRONMENT}", *([] if wait else ["--no-wait"])]
     return [*submit, "--", "mrl", verb, CONFIG, "cluster.ray_address=auto"]
 
 
 def submit_script(job: RayJob, command: Sequence[str]) -> str:
-    """Return the command as a shell script with its reasons; `mrl launch ray` runs the same command without a shell."""
+    """Return the command as a commented shell script. `mrl launch ray` runs the same command without a shell."""
     shipped = ", ".join([CONFIG, *map(str, job.code)])
     variables = ", ".join(job.environment) or "none"
     travels = f"#   files: {shipped}\n#   variables: {variables}\n"
     if job.missing:
-        travels += f"#   to be set where Ray runs, as their names say that they are secret: {', '.join(job.missing)}\n"
+        travels += f"#   secret by name, so set them where Ray runs: {', '.join(job.missing)}\n"
     end = command.index("--")
     begin = next(number for number, word in enumerate(command) if word.startswith("--"))
     lines = [shlex.join(command[:begin]), *map(shlex.quote, command[begin:end]), shlex.join(command[end:])]
@@ -114,46 +117,47 @@ def submit_script(job: RayJob, command: Sequence[str]) -> str:
 
 _SUBMIT = """\
 #!/bin/bash
-# Made by `mrl launch ray`, whose directory for the runtime environment is there as long as the call takes.
+# Written by `mrl launch ray`. Its directory with the runtime environment exists only during the call.
 set -euo pipefail
 
-# Whoever has the cluster's token may run code there. Ray takes it from the file that RAY_AUTH_TOKEN_PATH names, with
-# RAY_AUTH_MODE=token: both are set where this is called.
+# The cluster's token gives permission to run code there. Ray reads it from the file RAY_AUTH_TOKEN_PATH, with
+# RAY_AUTH_MODE=token. Set both where you call this script.
 
-# The runtime environment says what travels; nothing else of the directory in which this is called does.
+# The runtime environment lists the files that are sent. Nothing else in the current directory is sent.
 """
 _ENTRY = """
-# The entry point runs on the cluster, where `ray_address=auto` is the cluster itself. Without `--no-wait` this stays,
-# shows the run's words, and leaves with its exit code.
+# The entry point runs on the cluster, where `ray_address=auto` is the cluster itself. Without `--no-wait`, the command
+# shows the run's output, and exits with its exit code.
 """
 
 
 def _own_code(module: str) -> Path | None:
-    """Return where the user's module is below the current directory: a file, or its whole package. None for installed
-    ones."""
+    """Return the file or package of the user's module below the current directory, or None if it is installed."""
     top = module.partition(".")[0]
     for path in (Path(top), Path(f"{top}.py")):
         if path.exists():
             return path
     if importlib.util.find_spec(top) is None:
-        raise SetupError(f'no module "{module}" here', fix="call this where it lies, or install it on the cluster")
+        raise SetupError(
+            f'no module "{module}" here', fix="run this command in its directory, or install it on the cluster"
+        )
     return None
 
 
 def _below_here(text: str) -> Path:
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or not path.exists():
-        raise SetupError(f"{text} cannot be shipped", fix="name a file or directory below the current one")
+        raise SetupError(f"{text} cannot be shipped", fix="use a file or directory below the current one")
     return path
 
 
 def _relative_paths(config: AnyConfig) -> Iterator[Problem]:
-    """Yield paths that the job, which runs in a directory of Ray's own, would not find, or would lose with it."""
+    """Yield relative paths, which the job would not find or would lose, because it runs in a directory of Ray's."""
     paths = {"run.dir": config.run.dir}
     paths |= {key: name for key, name in model_names(config).items() if Path(name).is_dir()}
     for part, sources in (("train", config.data.train), ("validation", config.data.validation)):
-        paths |= {f"data.{part}.{name}.dataset": of.dataset for name, of in sources.items() if is_file(of)}
+        paths |= {f"data.{part}.{name}.dataset": source.dataset for name, source in sources.items() if is_file(source)}
     for key, path in paths.items():
         if not os.path.isabs(path):
-            what = f'"{path}" is relative, and a job runs in a directory that Ray makes and removes'
-            yield Problem("", key, what, f"{key}={os.path.abspath(path)}, if the nodes share that")
+            what = f'"{path}" is relative, but a job runs in a directory that Ray creates and removes'
+            yield Problem("", key, what, f"{key}={os.path.abspath(path)}, if the nodes share that directory")

@@ -1,6 +1,7 @@
-"""The batch script of a run: one step of Slurm with a task per node, and what becomes of its exit code.
+"""The batch script of a run: a Slurm step with one task per node, and the handling of its exit code.
 
-What a site asks of every job, apart from what a run is, stands in the cluster file: `launch/cluster-example.yaml`.
+Settings that a site needs for every job, independent of the run, are in the cluster file:
+`launch/cluster-example.yaml`.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from mrl.redaction import is_secret_key, redact_text
 
 CONFIG, SCRIPT = "config.yaml", "job.sbatch"
 _ONE_WORD = re.compile(r"[^\s\"'#\\$`%]+")
-_HOW = "copy launch/cluster-example.yaml from mrl's repository, fill it in, and name it: --cluster FILE"
+_HOW = "copy launch/cluster-example.yaml from mrl's repository, fill it in, and pass it as --cluster FILE"
 Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")]
 Option = Annotated[str, matching(r"[a-z][a-z0-9-]*", "a long option of sbatch, without its dashes")]
 Word = Annotated[str, matching(r"[^\s\"'#\\$`]+", "one word without quotes")]
-SlurmTime = Annotated[str, matching(r"(\d+-)?\d+(:\d{1,2}){0,2}", "[days-]hours:minutes:seconds, as sbatch has it")]
+SlurmTime = Annotated[str, matching(r"(\d+-)?\d+(:\d{1,2}){0,2}", "[days-]hours:minutes:seconds, as in sbatch")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerConfig:
-    """What mrl runs in; without it the nodes' own Python is taken."""
+    """Container in which mrl runs. Without it, the nodes' own Python is used."""
 
     runtime: Literal["pyxis", "apptainer"]
-    """`pyxis` gives srun its options, `apptainer` is called by it."""
+    """`pyxis` adds options to srun; `apptainer` is called by srun."""
     image: Word
-    """The image, as the runtime names it."""
+    """Image, in the notation of the runtime."""
     mounts: dict[Word, Word] = field(default_factory=dict)
-    """Directory of the nodes -> where the container has it. The directory in which the job is submitted, and that of
-    its files, are always there."""
+    """Directory on the nodes -> its place in the container. The directory of submission and the directory of the job's
+    files are always mounted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,53 +48,53 @@ class SiteConfig:
     """A Slurm cluster."""
 
     account: Word | None = None
-    """Who pays."""
+    """Account that is charged."""
     partition: Word | None = None
-    """Where to queue."""
+    """Queue of the job."""
     time: SlurmTime
-    """The longest that one attempt may take; a run that is not done by then saves and queues again."""
+    """Time limit of one attempt. A run that is not done by then saves and is queued again."""
     cpus_per_node: Count
-    """Processors that a job gets on each node; Slurm gives it one or two by default, and Ray would starve."""
+    """Processors of a job on each node. Slurm's default is one or two, too few for Ray."""
     gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"
-    """How GPUs are asked for: `--gpus-per-node=8`, or `--gres=gpu:8` on older Slurms."""
+    """How to request GPUs: `--gpus-per-node=8`, or `--gres=gpu:8` on older versions of Slurm."""
     exclusive: bool = True
-    """Whole nodes with all of their memory."""
+    """Request whole nodes with all of their memory."""
     sbatch: dict[Option, Word] = field(default_factory=dict)
     """Further options of sbatch (`constraint: h100`)."""
     stop_before_s: Count = 600
-    """How long before the end of its time a run is told to save: one step and a checkpoint must fit."""
+    """Seconds before the time limit at which the run is asked to save. One step and a checkpoint must fit."""
     join_limit_s: Seconds = 600.0
-    """For every node to join with all of its devices; those that have not are named then."""
+    """Time for all nodes to join with all of their devices. After it, the missing nodes are reported."""
     modules: Text | None = None
-    """Environment modules to load, with spaces between them."""
+    """Environment modules to load, separated by spaces."""
     python: Word = "python3"
-    """The Python that has mrl, on the nodes or in the container; that of a virtual environment needs no activation."""
+    """Python that has mrl, on the nodes or in the container. A virtual environment's Python needs no activation."""
     environment: dict[Variable, Text] = field(default_factory=dict)
     """Variables for every process of the job."""
     pass_on: dict[Variable, bool] = field(default_factory=dict)
-    """Variables to be taken over from where the job is submitted, such as keys: they go into no file of ours.
-    Those that the configuration names as `${oc.env:NAME}` are taken over by themselves."""
+    """Variables to pass on from where the job is submitted, such as keys. They are written to no file. Variables that
+    the configuration uses as `${oc.env:NAME}` are passed on automatically."""
     network_interface: Word | None = None
-    """The interface over which nodes talk (`ib0`); null takes the address that a node's name stands for."""
+    """Network interface between nodes (`ib0`). Null uses the address that a node's name resolves to."""
     container: ContainerConfig | None = None
 
 
 def load_site(path: str) -> SiteConfig:
-    """Return the cluster file, or raise all that is wrong with it."""
+    """Return the cluster file, or raise an error with all of its problems."""
     try:
         layer = read_chain(path)
     except ConfigError:
         if Path(path).exists():
             raise
-        raise ConfigError([Problem(path, "", "there is no such cluster file", _HOW)]) from None
+        raise ConfigError([Problem(path, "", "the cluster file does not exist", _HOW)]) from None
     values, problems, secrets = interpolate(layer, path)
     site, mistakes = convert(SiteConfig, values, secrets, lambda key: layer.origin(key, path))
     problems += mistakes
     for name, value in site.environment.items() if site is not None else ():
         if is_secret_key(name) or redact_text(value) != value:
-            fix = f"pass_on: {{{name}: true}} takes it from where the job is submitted"
+            fix = f"pass_on: {{{name}: true}} passes it on from where the job is submitted"
             where = layer.origin(("environment", name), path)
-            problems.append(Problem(where, f"environment.{name}", "a secret must not stand in a file", fix))
+            problems.append(Problem(where, f"environment.{name}", "a secret must not be written in a file", fix))
     if site is None or problems:
         raise secrets.error(problems)
     return site
@@ -109,23 +110,28 @@ class SlurmJob:
     config: AnyConfig
     site: SiteConfig
     files: Path
-    """The directory of the script, of the configuration, and of what each attempt leaves."""
+    """Directory of the script, the configuration, and the output of each attempt."""
     submitted_in: Path
     verb: str
-    """What the first node runs: `train` or `sft`, or `check` to look at all nodes first."""
+    """Command of the first node: `train` or `sft`, or `check` to check all nodes first."""
     variables: tuple[str, ...] = ()
 
 
 def job_files(config: AnyConfig) -> Path:
-    """Return the directory of a run's job. It lies beside the run's own, which holds nothing before the run begins."""
+    """Return the directory of a run's job. It is next to the run directory, which stays empty until the run begins."""
     return Path(config.run.dir, f"{config.run.name}.launch").absolute()
 
 
 def render_script(job: SlurmJob) -> str:
-    """Return the whole script, ready for sbatch."""
-    for what, path in (("the working directory", job.submitted_in), ("run.dir", job.files)):
+    """Return the whole script for sbatch."""
+    for label, path in (("the working directory", job.submitted_in), ("run.dir", job.files)):
         if not _ONE_WORD.fullmatch(str(path)):
-            problem = Problem(what, "", f'"{path}" holds what no #SBATCH line can', "choose a path without blanks")
+            problem = Problem(
+                label,
+                "",
+                f'"{path}" contains characters that a #SBATCH line cannot hold',
+                "choose a path without blanks",
+            )
             raise ConfigError([problem])
     options = (line if line.startswith("#") else f"#SBATCH --{line}" for line in _options(job))
     lines = ["#!/bin/bash", *_TITLE.splitlines(), *options, *_BEGIN.splitlines(), *_environment(job.site)]
@@ -135,10 +141,9 @@ def render_script(job: SlurmJob) -> str:
 
 
 def _options(job: SlurmJob) -> Iterator[str]:
-    """Yield options of sbatch, with comments between them: what would follow an option on its line might become its
-    value."""
+    """Yield options of sbatch, with comments on separate lines: text after an option might become part of its value."""
     cluster, site = job.config.cluster, job.site
-    yield "# What the run needs: `cluster` of the configuration, `cpus_per_node` of the cluster file."
+    yield "# Resources: `cluster` of the configuration, `cpus_per_node` of the cluster file."
     yield f"job-name={job.config.run.name}"
     yield f"nodes={cluster.nodes}"
     yield "ntasks-per-node=1"
@@ -149,30 +154,30 @@ def _options(job: SlurmJob) -> Iterator[str]:
     if site.exclusive:
         yield "exclusive"
         yield "mem=0"
-    yield "# The queue, as the cluster file names it; the time is that of one attempt."
+    yield "# The queue, from the cluster file. The time is the limit of one attempt."
     yield f"time={site.time}"
     queue = {"account": site.account, "partition": site.partition}
     yield from (f"{name}={value}" for name, value in (queue | site.sbatch).items() if value)
-    yield "# Where it runs and writes; an attempt that goes on writes below the one before."
+    yield "# Where it runs and writes. A later attempt appends to the log of the earlier one."
     yield f"chdir={job.submitted_in}"
     yield f"output={job.files}/job-%j.log"
     yield "open-mode=append"
-    yield "# May be queued again: by Slurm when a node died, by the last lines of this when the time was over."
+    yield "# May be queued again: by Slurm if a node died, by the last lines of this script if the time is over."
     yield "requeue"
-    yield "# SIGUSR1 to this script alone, so many seconds before the end: a step and a checkpoint must fit."
+    yield "# SIGUSR1 only to this script, this many seconds before the end: a step and a checkpoint must fit."
     yield f"signal=B:USR1@{site.stop_before_s}"
-    yield "# Of the environment in which it is submitted only these variables; their values stand in no file."
-    named = dict.fromkeys((*job.variables, *(name for name, wanted in site.pass_on.items() if wanted)))
-    yield f"export={','.join(named) or 'NONE'}"
+    yield "# Only these variables of the submitting environment are passed on. Their values are written to no file."
+    passed_on = dict.fromkeys((*job.variables, *(name for name, is_needed in site.pass_on.items() if is_needed)))
+    yield f"export={','.join(passed_on) or 'NONE'}"
 
 
 _TITLE = """\
-# Made by `mrl launch slurm` from a configuration and a cluster file; a new call writes it anew. What it does: a task on
-# every node starts Ray there, the first one runs mrl, and what becomes of the job depends on mrl's exit code.
+# Written by `mrl launch slurm` from a configuration and a cluster file. A new call overwrites it. A task on
+# every node starts Ray there, the first one runs mrl, and mrl's exit code determines how the job ends.
 """
 _BEGIN = """
 set -euo pipefail
-umask 077 # the files of an attempt are the submitter's alone
+umask 077 # only the submitter may read the files of an attempt
 export SLURM_EXPORT_ENV=ALL # the step gets the environment of this script
 """
 
@@ -188,22 +193,22 @@ def _environment(site: SiteConfig) -> Iterator[str]:
 
 
 _ATTEMPT = """\
-# Each attempt has a directory of its own, in which its nodes meet; `latest` is the newest.
+# Each attempt has its own directory, through which its nodes communicate. `latest` is the newest.
 attempt=$files/attempt-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 mkdir -p "$attempt"
 ln -sfn "${attempt##*/}" "$files/latest"
 scontrol show hostnames "$SLURM_JOB_NODELIST" >"$attempt/nodes"
 
-# Whoever has this token may run code in the Ray cluster of this attempt. It is in this file alone.
+# This token gives permission to run code in the Ray cluster of this attempt. It is only in this file.
 trap 'rm -f "$attempt/token"' EXIT
 od -An -N32 -tx1 /dev/urandom | tr -d ' \\n' >"$attempt/token"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$attempt/token"
 
-# Slurm says so before the time is over; the first node sees the file, and has the run save and leave.
+# Slurm signals before the time is over. The first node sees the file, and lets the run save and exit.
 trap 'touch "$attempt/stop"' USR1
 
-# A task per node: the first starts Ray and the run, the others join it. All of them end when the run does, each by
-# itself: a task that fails takes no other along, so that the run can still save and say why."""
+# One task per node: the first starts Ray and the run, the others join it. All end when the run ends, each by
+# itself: a failed task does not end the others, so that the run can still save and report why."""
 _STEP = """\
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=none \\
   --kill-on-bad-exit=0 --wait=0 --output="$attempt/%N.log" \\"""
@@ -231,20 +236,20 @@ def _command(job: SlurmJob) -> str:
 _END = """\
 step=$!
 
-# Bash takes signals between commands only, so it waits a second at a time.
-patience=60 # seconds for the other nodes to leave once the run has ended
+# Bash handles signals only between commands, so it waits one second at a time.
+patience=60 # seconds for the other nodes to exit after the run has ended
 while kill -0 "$step" 2>/dev/null && [ "$patience" -gt 0 ]; do
   if [ -f "$attempt/exit_code" ]; then patience=$((patience - 1)); fi
   sleep 1 &
-  wait "$!" || true # a signal ends the waiting as well
+  wait "$!" || true # a signal also ends the waiting
 done
-if [ "$patience" -eq 0 ]; then echo "a node does not leave; its task ends with the job" >&2; fi
+if [ "$patience" -eq 0 ]; then echo "a node did not exit; its task ends with the job" >&2; fi
 
-# @STOPPED@ says that the run has saved and is not done. Anything else but 0 is a failure, and not tried again.
-code=1 # the first node writes the run's own; without it the step did not get that far
+# @STOPPED@ means that the run has saved and is not done. Any other code except 0 is a failure, and not retried.
+code=1 # the first node writes the run's code; without it, the step did not get that far
 if [ -f "$attempt/exit_code" ]; then code=$(<"$attempt/exit_code"); fi
 if [ "$code" -eq @STOPPED@ ] && [ -f "$attempt/stop" ]; then
-  echo "saved before the time was over; queued again" >&2
+  echo "saved before the time limit; queued again" >&2
   scontrol requeue "$SLURM_JOB_ID"
 elif [ "$code" -ne 0 ]; then
   echo "exit code $code: see the logs in $attempt" >&2

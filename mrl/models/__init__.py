@@ -1,1 +1,1 @@
-"""Model families as tables: a model's sizes, and which slice of which Megatron tensor each of its tensors is."""
+"""Model families as tables: a model's sizes, and the slice of a Megatron tensor that each of its tensors maps to."""

@@ -1,4 +1,4 @@
-"""Proof that a table is whole: every element of every tensor is held, once, on either side."""
+"""Proof that a table is complete: every element of every tensor is held exactly once on both sides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Placed = list[tuple[RankPlace, Shard]]
 
 
 def check_complete(spec: ModelSpec, layout: ParallelConfig, head: Head) -> None:
-    """Refuse a table that leaves out, doubles or invents anything, with a list of it."""
+    """Raise an error, with a list of problems, if a table leaves out, duplicates or invents anything."""
     check_layout(layout, spec)
     shards = _everything(spec, layout, head)
     if problems := [*_local_problems(shards), *_hf_problems(spec, layout, head, shards)]:
@@ -25,7 +25,7 @@ def check_complete(spec: ModelSpec, layout: ParallelConfig, head: Head) -> None:
 
 
 def _everything(spec: ModelSpec, layout: ParallelConfig, head: Head) -> Placed:
-    """Return every shard of every place: tp ranks for the dense parameters, ep and etp ranks for the experts."""
+    """Return every shard of every rank: tp ranks for the dense parameters, ep and etp ranks for the experts."""
     placed: Placed = []
     for pp in range(layout.pp):
         for tp in range(layout.tp):
@@ -56,12 +56,14 @@ def _hf_problems(spec: ModelSpec, layout: ParallelConfig, head: Head, shards: Pl
         for piece in shard.pieces:
             holders[piece.hf][piece.source][holder] += 1
     tensors = hf_tensors(spec, head)
-    yield from (f"{name} is no tensor of this family" for name in holders.keys() - tensors)
+    yield from (f"{name} is not a tensor of this family" for name in holders.keys() - tensors)
     for name, shape in tensors.items():
         boxes = holders.get(name, {})
         yield from (f"{name}: {problem}" for problem in tiling_problems(shape, boxes))
         twice = name == EMBEDDING and spec.tied and head == "lm" and layout.pp > 1
-        for box, found in boxes.items():
-            if len(found) != (2 if twice else 1) or any(count != num_copies[holder] for holder, count in found.items()):
-                copies = ", ".join(f"{count} x {holder}" for holder, count in found.items())
+        for box, holder_counts in boxes.items():
+            if len(holder_counts) != (2 if twice else 1) or any(
+                count != num_copies[holder] for holder, count in holder_counts.items()
+            ):
+                copies = ", ".join(f"{count} x {holder}" for holder, count in holder_counts.items())
                 yield f"{name} {box} is held by the wrong ranks: {copies}"

@@ -1,6 +1,7 @@
-"""The layer that Llama and its relatives share: its Hugging Face tensors, and the Megatron parameters made of them.
+"""The decoder layer of Llama and related models: its Hugging Face tensors, and the Megatron parameters built from them.
 
-The two are written down apart, so that each proves the other: `complete.py` finds what one has and the other has not.
+The two are defined separately, so that each verifies the other: `complete.py` finds what one has and the other does
+not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mrl.models.spec import ModelSpec, MoeSpec
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the parts of its expert layers, below `model.layers.N.`."""
+    """Names of the parts of expert layers, below `model.layers.N.`."""
 
     router: str = "mlp.gate.weight"
     gate: str = "mlp.experts.{}.gate_proj.weight"
@@ -28,9 +29,9 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class Family:
-    """Models whose layers are Llama's, with the additions that a spec switches on.
+    """Models with Llama's layers, and the additions that a spec enables.
 
-    A family with other layers overrides `tensors`, `parameters` and `expert`; the rest of the tables asks no more.
+    A family with other layers overrides `tensors`, `parameters` and `expert`. The other tables need nothing else.
     """
 
     model_type: str
@@ -43,7 +44,7 @@ class Family:
         return self.class_prefix + {"lm": "ForCausalLM", "score": "ForSequenceClassification"}[head]
 
     def tensors(self, spec: ModelSpec, layer: int) -> dict[str, Shape]:
-        """Hugging Face's tensors of a layer, by their full names."""
+        """Return the Hugging Face tensors of a layer, by their full names."""
         own = _attention_tensors(spec)
         if spec.moe and spec.has_experts(layer):
             own |= _expert_tensors(spec.moe, spec.hidden, self.names)
@@ -53,7 +54,7 @@ class Family:
         return {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
 
     def parameters(self, spec: ModelSpec, layer: int) -> Iterator[Parameter]:
-        """Megatron's parameters of a layer but for the experts, named below `decoder.layers.n.`."""
+        """Yield Megatron's parameters of a layer without the experts, named below `decoder.layers.n.`."""
         prefix = f"model.layers.{layer}."
 
         def whole(name: str, hf: str, rows: int, columns: int | None = None) -> Parameter:
@@ -76,15 +77,15 @@ class Family:
             yield from _mlp("mlp.", hf, spec.ffn, spec.hidden)
 
     def expert(self, spec: ModelSpec, layer: int, expert: int) -> Iterator[Parameter]:
-        """Megatron's parameters of one expert of a layer, named below `mlp.experts.local_experts.n.`."""
-        assert spec.moe is not None, "a model without experts was asked for one"
+        """Yield Megatron's parameters of one expert of a layer, named below `mlp.experts.local_experts.n.`."""
+        assert spec.moe is not None, "the model has no experts"
         names = (self.names.gate, self.names.up, self.names.down)
         hf = [f"model.layers.{layer}.{name.format(expert)}" for name in names]
         yield from _mlp("", hf, spec.moe.expert_ffn, spec.hidden)
 
 
 def read_decoder(config: HfConfig, **own: Any) -> ModelSpec:
-    """Return the spec of a Llama-like model from what all of their files hold, and what is the family's own."""
+    """Return the spec of a Llama-like model, from the keys common to all families and the family's own."""
     hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     config = config.defaulting(head_dim=hidden // num_heads, tie_word_embeddings=False)
     config.require("hidden_act", "silu")
@@ -134,10 +135,10 @@ def _expert_tensors(moe: MoeSpec, hidden: int, names: ExpertNames) -> dict[str, 
 
 
 def _qkv(spec: ModelSpec, prefix: str, kind: str) -> tuple[RowRange, ...]:
-    """Megatron's order: for each query group its query heads, its key head, its value head.
+    """Return rows in Megatron's order: for each query group its query heads, its key head, its value head.
 
-    The whole is cut into equal runs of rows, also where there are fewer groups than ranks: then a rank's rows end
-    within a group, and Megatron gathers the outputs of a group's ranks.
+    The whole is split into equal runs of rows, even with fewer groups than ranks: then a rank's rows end inside a
+    group, and Megatron gathers the outputs of the group's ranks.
     """
     q, kv = spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim
     return tuple(
@@ -148,7 +149,7 @@ def _qkv(spec: ModelSpec, prefix: str, kind: str) -> tuple[RowRange, ...]:
 
 
 def _mlp(prefix: str, hf: list[str], ffn: int, hidden: int) -> Iterator[Parameter]:
-    """Gate above up in one parameter, each split on its own; down beside it."""
+    """Yield gate above up in one parameter, each split separately, and down as another parameter."""
     gate, up, down = hf
     yield Parameter(f"{prefix}linear_fc1.weight", ((RowRange(gate, 0, ffn),), (RowRange(up, 0, ffn),)), hidden, "rows")
     yield Parameter(f"{prefix}linear_fc2.weight", ((RowRange(down, 0, hidden),),), ffn, "columns")

@@ -1,6 +1,6 @@
-"""The families that mrl knows, and the way from a model directory to its spec.
+"""The supported model families, and the reader of a model directory.
 
-A family is one function, from its `config.json` to a spec, and a line of `FAMILIES`.
+A family is a function from `config.json` to a spec, and an entry in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from mrl.models.spec import ModelSpec, MoeSpec
 
 
 def _read_llama(config: HfConfig) -> ModelSpec:
-    """Llama 2 and 3.x: the plain decoder, with the rotary scaling of 3.1 and tied embeddings in the small ones.
+    """Read Llama 2 and 3.x: the plain decoder, with the rotary scaling of 3.1 and tied embeddings in small models.
 
     The first files leave out the number of key heads and the rotary base.
     """
-    config.require("attention_bias", False, "it puts a bias on the output projection, which Megatron has not")
-    config.require("mlp_bias", False, "it would be a bias on Megatron's every linear layer")
+    config.require("attention_bias", False, "it adds a bias to the output projection, which Megatron does not support")
+    config.require("mlp_bias", False, "Megatron could only add a bias to every linear layer")
     config = config.defaulting(num_key_value_heads=config.integer("num_attention_heads"), rope_theta=10_000.0)
     return read_decoder(config, family="llama")
 
 
 def _read_mistral(config: HfConfig) -> ModelSpec:
-    """Mistral: Llama's decoder, in its first version with a sliding window over all layers.
+    """Read Mistral: Llama's decoder, in its first version with a sliding window in all layers.
 
-    A window of null is none.
+    A window of null means no window.
     """
-    config.require("layer_types", None, "a window of some layers would become one of all")
+    config.require("layer_types", None, "a window in some layers would become a window in all layers")
     window = config.integer("sliding_window") if "sliding_window" in config else None
     return read_decoder(config.defaulting(rope_theta=10_000.0), family="mistral", sliding_window=window)
 
@@ -43,11 +43,11 @@ _MIXTRAL_NAMES = ExpertNames(
 
 
 def _read_mixtral(config: HfConfig) -> ModelSpec:
-    """Mixtral: Mistral's attention, and in every layer experts of which each token takes the best few.
+    """Read Mixtral: Mistral's attention, with experts in every layer, of which each token uses the best few.
 
     The weights of the chosen experts always sum to one.
     """
-    config.require("router_jitter_noise", 0.0, "log-probs would not repeat")
+    config.require("router_jitter_noise", 0.0, "log-probs would not be reproducible")
     moe = MoeSpec(
         num_experts=config.integer("num_local_experts", "num_experts"),
         experts_per_token=config.integer("num_experts_per_tok"),
@@ -60,43 +60,43 @@ def _read_mixtral(config: HfConfig) -> ModelSpec:
 
 
 def _read_qwen2(config: HfConfig) -> ModelSpec:
-    """Qwen2 and Qwen2.5: Llama's decoder with a bias on queries, keys and values."""
+    """Read Qwen2 and Qwen2.5: Llama's decoder with a bias on queries, keys and values."""
     window = _uniform_window(config)
     return read_decoder(config.defaulting(rope_theta=10_000.0), family="qwen2", qkv_bias=True, sliding_window=window)
 
 
 def _uniform_window(config: HfConfig) -> int | None:
-    """Return the window of all layers, or None: Qwen's files name one also where it is switched off."""
+    """Return the window of all layers, or None. Qwen's files give a window even if it is switched off."""
     if not config.defaulting(use_sliding_window=False).flag("use_sliding_window"):
         return None
     if "layer_types" in config:
         sliding = [kind == "sliding_attention" for kind in config.items("layer_types", str)]
     else:
-        # No `integer`: 0, a window in every layer, is allowed here.
+        # Not `integer`, because 0, a window in every layer, is allowed here.
         first = config.number("max_window_layers")
         sliding = [layer >= first for layer in range(config.integer("num_hidden_layers"))]
     if any(sliding) != all(sliding):
         raise config.error(
             "use_sliding_window",
-            f"windows in {sum(sliding)} of {len(sliding)} layers are not supported, only in all or none",
+            f"windows in {sum(sliding)} of {len(sliding)} layers are not supported, only in all layers or none",
             "switch it off if your sequences fit into sliding_window",
         )
     return config.integer("sliding_window") if any(sliding) else None
 
 
 def _read_qwen3(config: HfConfig) -> ModelSpec:
-    """Qwen3: Llama's decoder with a norm over each head of queries and keys, and a head dimension of its own.
+    """Read Qwen3: Llama's decoder with a norm over each head of queries and keys, and a separate head dimension.
 
     A missing head dimension means 128 here.
     """
-    config.require("attention_bias", False, "it puts a bias on the output projection, which Megatron has not")
+    config.require("attention_bias", False, "it adds a bias to the output projection, which Megatron does not support")
     config = config.defaulting(head_dim=128, rope_theta=10_000.0)
     return read_decoder(config, family="qwen3", qk_norm=True, sliding_window=_uniform_window(config))
 
 
 def _read_qwen3_moe(config: HfConfig) -> ModelSpec:
-    """Qwen3-MoE: Qwen3's attention, and experts in all layers but those that the file keeps dense."""
-    config.require("attention_bias", False, "it puts a bias on the output projection, which Megatron has not")
+    """Read Qwen3-MoE: Qwen3's attention, and experts in all layers except dense layers listed in the file."""
+    config.require("attention_bias", False, "it adds a bias to the output projection, which Megatron does not support")
     config.require("use_sliding_window", False)
     config = config.defaulting(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=False, rope_theta=10_000.0)
     step, mlp_only = config.integer("decoder_sparse_step"), config.items("mlp_only_layers", int)
@@ -126,24 +126,24 @@ FAMILIES = {
 
 
 def read_spec(path: str | Path) -> ModelSpec:
-    """Return what the `config.json` in a model directory describes."""
+    """Return the spec described by the `config.json` in a model directory."""
     return spec_of(HfConfig.read(path))
 
 
 def spec_of(config: HfConfig) -> ModelSpec:
-    """Return what a `config.json` describes; a typed error where mrl cannot train such a model exactly."""
+    """Return the spec described by a `config.json`. Raise an error if mrl cannot train such a model exactly."""
     model_type = config.text("model_type")
     if model_type not in FAMILIES:
         raise config.error("model_type", f'"{model_type}" is not supported', did_you_mean(model_type, FAMILIES))
     family = FAMILIES[model_type]
     known = {family.architecture("lm"), family.architecture("score")}
-    named = config.defaulting(architectures=[]).items("architectures", str)
-    if not known.issuperset(named):
-        raise config.error("architectures", f"{', '.join(named)}: only {' and '.join(sorted(known))} are supported")
+    listed = config.defaulting(architectures=[]).items("architectures", str)
+    if not known.issuperset(listed):
+        raise config.error("architectures", f"{', '.join(listed)}: only {' and '.join(sorted(known))} are supported")
     if "quantization_config" in config:
         raise config.error("quantization_config", "quantized weights cannot be trained", "use the full-precision model")
     try:
         return family.read(config)
     except ModelError as error:
-        error.where = error.where or config.where  # the spec does not know which file it came from
+        error.where = error.where or config.where  # the spec does not know its file
         raise

@@ -1,4 +1,4 @@
-"""A model's `config.json`, read strictly: what a family needs must be there, of its type, and supported."""
+"""A model's `config.json`, read strictly: needed keys must exist, with the right type and a supported value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class HfConfig:
-    """Keys and values of a `config.json`; null counts as not given."""
+    """Keys and values of a `config.json`. Null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
@@ -32,25 +32,25 @@ class HfConfig:
         except (ValueError, RecursionError) as error:
             raise ModelError("is not JSON", where=str(file)) from error
         if not isinstance(values, dict):
-            raise ModelError("holds no keys and values", where=str(file))
+            raise ModelError("is not a JSON object", where=str(file))
         return cls(values, str(file))
 
     def defaulting(self, **values: Any) -> HfConfig:
-        """Return the same, with what this kind of file means where it says nothing."""
+        """Return a copy with defaults for missing keys of this kind of file."""
         return HfConfig({**values, **self.values}, self.where)
 
     def __contains__(self, key: str) -> bool:
         return key in self.values
 
     def integer(self, *names: str) -> int:
-        """Return a whole number above zero, under whichever of its names the file uses."""
+        """Return a positive integer, under any of these names."""
         value = self._value(names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(names[0], f"{value!r} is not a whole number above zero")
         return value
 
     def number(self, name: str) -> float:
-        """Return a number that is not negative."""
+        """Return a nonnegative number."""
         value = self._value((name,))
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise self.error(name, f"{value!r} is not a number from zero")
@@ -60,28 +60,29 @@ class HfConfig:
         return self._typed(bool, name)
 
     def text(self, *names: str) -> str:
-        """Return a string, under whichever of its names the file uses."""
+        """Return a string, under any of these names."""
         return self._typed(str, *names)
 
     def items(self, name: str, kind: type) -> list[Any]:
         values = self._typed(list, name)
         if not all(isinstance(value, kind) for value in values):
-            raise self.error(name, f"{values!r} does not hold {kind.__name__} alone")
+            raise self.error(name, f"{values!r} contains values that are not of type {kind.__name__}")
         return values
 
     def section(self, name: str) -> HfConfig:
         return HfConfig(self._typed(dict, name), f"{self.where}: {name}")
 
-    def require(self, name: str, only: Any, why: str = "") -> None:
-        """Refuse a file that gives another value than the only one supported, or any where that is None."""
+    def require(self, name: str, only: Any, explanation: str = "") -> None:
+        """Raise an error if the file sets a value other than `only`, the single supported one; None forbids any
+        value."""
         value = self.values.get(name, only)
         if value != only:
-            reason = f": {why}" if why else ""
-            fix = f"use another model; or set it to {json.dumps(only)}, if that is how the weights are meant"
+            reason = f": {explanation}" if explanation else ""
+            fix = f"use another model; or set it to {json.dumps(only)}, if the weights were trained that way"
             raise self.error(name, f"{value!r} is not supported, only {only!r}{reason}", fix)
 
     def error(self, name: str, what: str, fix: str = "") -> ModelError:
-        """Return the error for a mistake at one key."""
+        """Return an error about one key."""
         return ModelError(f"{name}: {what}", where=self.where, fix=fix)
 
     def _typed(self, kind: type[T], *names: str) -> T:

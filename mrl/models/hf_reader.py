@@ -1,4 +1,4 @@
-"""Weights out of safetensors files, only the boxes that somebody asks for."""
+"""Reads weights from safetensors files, only the requested boxes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 
 
 class HfReader:
-    """The tensors of a model directory, by name and box."""
+    """Tensors of a model directory, by name and box."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -38,7 +38,7 @@ class HfReader:
         return name in self._file_of
 
     def read(self, name: str, box: Region) -> torch.Tensor:
-        """Return a box of one tensor; nothing else of it is read."""
+        """Return a box of one tensor. Nothing else of the tensor is read."""
         tensor: torch.Tensor = self._slice(name)[slices(box)]
         return tensor
 
@@ -52,19 +52,19 @@ class HfReader:
         return self.read(name, tuple((0, size) for size in self.shape(name)))
 
     def rows(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Return some rows of a matrix."""
+        """Return a range of rows of a matrix."""
         return self.read(name, ((begin, end), (0, self.shape(name)[1])))
 
     def check(self, spec: ModelSpec, head: Head, new_head: bool = False) -> None:
-        """Refuse files that are not this model; `new_head` allows a language model below a score head to come."""
+        """Raise an error if the files are not this model. `new_head` allows a language model without a score head."""
         expected = hf_tensors(spec, head)
         ignorable = {LM_HEAD} if spec.tied or (new_head and head == "score") else set()
         optional = {SCORE} if new_head else set()
         problems = [f"{name} is missing" for name in expected if name not in self and name not in optional]
         for name in self._file_of:
             if name in expected:
-                found = self._slice(name)
-                shape, dtype = tuple(found.get_shape()), found.get_dtype()
+                entry = self._slice(name)
+                shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
                 if shape != expected[name]:
                     problems.append(f"{name} has shape {list(shape)}, not {list(expected[name])}")
                 if dtype not in _FLOAT_TYPES:
@@ -76,14 +76,14 @@ class HfReader:
             raise ModelError(
                 f"{len(problems)} tensors are not those of a {spec.family} with a {head} head:{problem_list(problems)}",
                 where=str(self.path),
-                fix="save the model again with one tensor per expert, as `save_pretrained` does unless told otherwise"
+                fix="save the model again with one tensor per expert, the default of `save_pretrained`"
                 if stacked
-                else "do config.json and the weights belong together, and is the head the right one?",
+                else "check that config.json and the weights belong together, and that the head is right",
             )
 
     def _slice(self, name: str) -> Any:
         if name not in self:
-            raise ModelError(f"there is no tensor {name}", where=str(self.path))
+            raise ModelError(f"the tensor {name} does not exist", where=str(self.path))
         file = self._file_of[name]
         try:
             return self._handle(file).get_slice(name)
@@ -97,7 +97,7 @@ class HfReader:
                 self._open[file] = safe_open(self.path / file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise ModelError(
-                    f"cannot be read: {error}", where=str(self.path / file), fix="fetch the file again"
+                    f"cannot be read: {error}", where=str(self.path / file), fix="download the file again"
                 ) from error
         return self._open[file]
 
@@ -106,31 +106,33 @@ class HfReader:
         try:
             weight_map = json.loads(files.read_text(self.path / INDEX_FILE))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"is not an index of weights: {error}", where=where, fix="fetch the file again") from error
+            raise ModelError(
+                f"is not an index of weights: {error}", where=where, fix="download the file again"
+            ) from error
         if not isinstance(weight_map, dict):
             raise ModelError("is not an index of weights", where=where)
         for file in weight_map.values():
             if not isinstance(file, str) or Path(file).name != file:
-                raise ModelError(f"{file!r} is not the name of a file beside it", where=where)
+                raise ModelError(f"{file!r} is not the name of a file in this directory", where=where)
         return weight_map
 
     def _nothing_to_read(self) -> ModelError:
         pickled = sorted(file.name for file in self.path.glob("*.bin")) if self.path.is_dir() else []
         if pickled:
             return ModelError(
-                f"{pickled[0]} is a pickle, which may run code when it is read",
+                f"{pickled[0]} is a pickle, which may run code when loaded",
                 where=str(self.path),
-                fix="load the model with transformers where you trust it and `save_pretrained` it as safetensors",
+                fix="if you trust it, load the model with transformers and `save_pretrained` it as safetensors",
             )
         return ModelError(
-            f"there is neither {SINGLE_FILE} nor {INDEX_FILE}",
+            f"found no {SINGLE_FILE} or {INDEX_FILE}",
             where=str(self.path),
-            fix="give a model directory with safetensors weights",
+            fix="use a model directory with safetensors weights",
         )
 
 
 def load_shard(reader: HfReader, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
-    """Return one local parameter, padding as zeros."""
+    """Return one local parameter, with zeros as padding."""
     tensor = torch.empty(shard.shape, dtype=dtype)
     for box in shard.padding:
         tensor[slices(box)] = 0

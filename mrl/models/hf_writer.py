@@ -1,8 +1,8 @@
-"""A model directory that transformers loads, written box by box in any order.
+"""A model directory for transformers, written box by box in any order.
 
-All sizes are known before the first weight arrives, so the files get their headers and their full length at once, and
-every box goes straight to its place through a memory map: no tensor is gathered, and memory holds what arrives.
-The directory appears under its name when it is whole and on disk, or not at all.
+All sizes are known before the first weight arrives, so the files get their headers and full length at once, and every
+box is written directly to its place through a memory map: no tensor is gathered, and memory holds only what arrives.
+The directory appears under its name when it is complete and on disk, or not at all.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, hf_tensors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Tokenizer, chat template and generation settings have too many names to list them; weights and code end otherwise.
+# Tokenizer, chat template and generation settings have too many names to list. Weights and code have other suffixes.
 _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 _MORE_TEMPLATES = "additional_chat_templates"
 
 
 class HfWriter:
-    """Takes the boxes of a model's tensors; leaving the `with` block makes the directory, an error inside it none."""
+    """Takes the boxes of a model's tensors. Leaving the `with` block creates the directory; after an error it creates
+    none."""
 
     def __init__(
         self,
@@ -50,13 +51,13 @@ class HfWriter:
         self._directory = Path(directory).absolute()
         self._refuse_existing()
         if dtype not in _DTYPES:
-            raise ModelError(f"weights cannot be written as {dtype}", fix=f"one of {', '.join(map(str, _DTYPES))}")
+            raise ModelError(f"weights cannot be written as {dtype}", fix=f"use one of {', '.join(map(str, _DTYPES))}")
         self._shapes = hf_tensors(spec, head)
         self._boxes: dict[str, list[Region]] = defaultdict(list)
         self._staged = self._directory.with_name(f".{self._directory.name}.partial-{secrets.token_hex(4)}")
         self._staged.mkdir(parents=True)
         with ExitStack() as cleanup:
-            cleanup.callback(shutil.rmtree, self._staged, ignore_errors=True)  # it is gone where it was published
+            cleanup.callback(shutil.rmtree, self._staged, ignore_errors=True)  # after publishing, it no longer exists
             self._copy_settings(Path(source_path))
             self._adapt_config(FAMILIES[spec.family].architecture(head), head, dtype)
             self._tensors = self._make_files(dtype, max_file_bytes)
@@ -73,13 +74,15 @@ class HfWriter:
                 self._publish()
 
     def write(self, name: str, tensor: torch.Tensor, box: Region | None = None) -> None:
-        """One box of a tensor, or the whole; each element of each tensor must come exactly once."""
+        """Write one box of a tensor, or all of it. Each element of each tensor must be written exactly once."""
         if name not in self._shapes:
-            raise ModelError(f"{name} is no tensor of this model", where=str(self._directory))
+            raise ModelError(f"{name} is not a tensor of this model", where=str(self._directory))
         box = box or whole(self._shapes[name])
         target = self._tensors[name][slices(box)]
         if tensor.shape != target.shape:
-            raise ModelError(f"{name} {box}: a tensor of {list(tensor.shape)} came", where=str(self._directory))
+            raise ModelError(
+                f"{name} {box}: received a tensor of shape {list(tensor.shape)}", where=str(self._directory)
+            )
         target.copy_(tensor)
         self._boxes[name].append(box)
 
@@ -90,7 +93,9 @@ class HfWriter:
             for problem in tiling_problems(shape, self._boxes[name])
         ]
         if problems:
-            raise ModelError(f"not every weight came exactly once:{problem_list(problems)}", where=str(self._directory))
+            raise ModelError(
+                f"not every weight was written exactly once:{problem_list(problems)}", where=str(self._directory)
+            )
         self._refuse_existing()
         self._tensors.clear()
         for path in self._staged.rglob("*"):
@@ -99,10 +104,10 @@ class HfWriter:
 
     def _refuse_existing(self) -> None:
         if self._directory.exists():
-            raise ModelError("exists already", where=str(self._directory), fix="choose a new directory, or remove it")
+            raise ModelError("already exists", where=str(self._directory), fix="choose a new directory, or remove it")
 
     def _copy_settings(self, source: Path) -> None:
-        """Everything beside the weights that transformers reads."""
+        """Copy everything except the weights that transformers reads."""
         for path in source.iterdir():
             if path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
                 files.check_regular(path)
@@ -111,18 +116,19 @@ class HfWriter:
             shutil.copytree(source / _MORE_TEMPLATES, self._staged / _MORE_TEMPLATES)
 
     def _adapt_config(self, architecture: str, head: Head, dtype: torch.dtype) -> None:
-        """The source's configuration with another head and data type."""
+        """Write the source's configuration with another head and data type."""
         config = json.loads((self._staged / "config.json").read_text(encoding="utf-8"))
         config["architectures"] = [architecture]
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
         if head == "score":
-            config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # how transformers says: one label
+            # how transformers represents a single label
+            config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
             if (padding := padding_token(self._staged)) is not None:
                 config["pad_token_id"] = padding
         self._write_json("config.json", config)
 
     def _make_files(self, dtype: torch.dtype, max_file_bytes: int) -> dict[str, torch.Tensor]:
-        """Return the files at their full length, and every tensor as a view of its place in them."""
+        """Create the files at their full length. Return every tensor as a view of its place in them."""
         groups = _grouped(self._shapes, dtype.itemsize, max_file_bytes)
         if len(groups) == 1:
             return _mapped_file(self._staged / SINGLE_FILE, groups[0], dtype)
@@ -141,35 +147,35 @@ class HfWriter:
 
 
 def padding_token(model: Path) -> int | None:
-    """Return a token of a model directory that stands for padding alone, where there is one.
+    """Return a token of a model directory that is used only for padding, or None.
 
-    transformers reads a score at the last token that is no padding: where the end of a response pads as well, that is
-    the token before it.
+    transformers reads a score at the last token that is not padding. If the end token of a response also pads, it would
+    read the score one token earlier.
     """
     config, generation, settings, tokenizer = (
         _read_json(model / name)
         for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
     )
-    added = {int(number): each.get("content") for number, each in settings.get("added_tokens_decoder", {}).items()}
-    added |= {each["id"]: each["content"] for each in tokenizer.get("added_tokens", [])}
+    added = {int(number): entry.get("content") for number, entry in settings.get("added_tokens_decoder", {}).items()}
+    added |= {entry["id"]: entry["content"] for entry in tokenizer.get("added_tokens", [])}
     taken = {
         added_id for added_id, text in added.items() if text in (settings.get("eos_token"), settings.get("bos_token"))
     }
     for ends in (config.get("eos_token_id"), generation.get("eos_token_id"), config.get("bos_token_id")):
         taken.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    named = [number for number, text in added.items() if text == settings.get("pad_token")]
-    like = [number for number, text in added.items() if text is not None and "pad" in text.lower()]
-    candidates = [config.get("pad_token_id"), *named, *like]
-    return next((each for each in candidates if isinstance(each, int) and each not in taken), None)
+    pad_tokens = [number for number, text in added.items() if text == settings.get("pad_token")]
+    similar = [number for number, text in added.items() if text is not None and "pad" in text.lower()]
+    candidates = [config.get("pad_token_id"), *pad_tokens, *similar]
+    return next((token for token in candidates if isinstance(token, int) and token not in taken), None)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(files.read_text(path)) if path.is_file() else {}
-    return found
+    values: dict[str, Any] = json.loads(files.read_text(path)) if path.is_file() else {}
+    return values
 
 
 def _grouped(shapes: Mapping[str, Shape], item_bytes: int, max_file_bytes: int) -> list[dict[str, Shape]]:
-    """Tensors in order, a new file where the present one would grow too long."""
+    """Group tensors in order into files of at most `max_file_bytes`, except for single larger tensors."""
     groups: list[dict[str, Shape]] = [{}]
     file_bytes = 0
     for name, shape in shapes.items():
@@ -183,14 +189,15 @@ def _grouped(shapes: Mapping[str, Shape], item_bytes: int, max_file_bytes: int) 
 
 
 def _mapped_file(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return a safetensors file of those tensors as views to be filled."""
+    """Create a safetensors file for these tensors. Return them as views to be filled."""
     head = safetensors_head({name: (dtype, shape) for name, shape in shapes.items()}, {"format": "pt"})
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes.values()]
     num_bytes = len(head) + sum(sizes)
     with path.open("wb") as file:
         file.write(head)
         file.flush()
-        os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk is an error here, and not a crash in the map
+        # a full disk raises an error here, instead of crashing in the map
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
     mapped = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
     parts = torch.split(mapped[len(head) :], sizes)
     return {name: part.view(dtype).view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
@@ -199,7 +206,7 @@ def _mapped_file(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) ->
 def safetensors_head(
     tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return what stands before the data of these tensors in a safetensors file; the data follow in the same order."""
+    """Return the head of a safetensors file with these tensors. Their data follow in the same order."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -207,5 +214,5 @@ def safetensors_head(
         kind = SAFETENSORS_NAMES[dtype_name(dtype)]
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors behind it are aligned
+    text += b" " * (-len(text) % 8)  # aligns the following tensors
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""Parallel layouts: which layers a pipeline stage holds, and which layouts a model fits."""
+"""Parallel layouts: the layers of each pipeline stage, and the layouts that a model supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's coordinates on the axes that split a model."""
+    """Coordinates of a rank on the axes that split a model."""
 
     tp: int = 0
     pp: int = 0
@@ -21,14 +21,14 @@ class RankPlace:
 
 
 def layers_of_chunk(layout: ParallelConfig, num_layers: int, pp: int, chunk: int) -> range:
-    """Return the layers of one chunk: with two stages of two chunks, stage 0 holds the first and third quarter."""
+    """Return the layers of one chunk. With two stages of two chunks, stage 0 holds the first and third quarter."""
     stages = [num_stage // layout.vpp for num_stage in layers_per_stage(layout, num_layers)]
     start = chunk * sum(stages) + sum(stages[:pp])
     return range(start, start + stages[pp])
 
 
 def layers_per_stage(layout: ParallelConfig, num_layers: int) -> list[int]:
-    """Return the layers of each stage: equal, but for a first or last stage that was given its own number."""
+    """Return the number of layers of each stage: equal, except for a first or last stage with its own number."""
     ends = (layout.first_stage_layers, layout.last_stage_layers)
     num_open = layout.pp - sum(end is not None for end in ends)
     rest = num_layers - sum(end for end in ends if end is not None)
@@ -42,7 +42,7 @@ def layers_per_stage(layout: ParallelConfig, num_layers: int) -> list[int]:
 
 
 def check_layout(layout: ParallelConfig, spec: ModelSpec) -> None:
-    """Refuse a layout that the model does not fit, with everything that does not."""
+    """Raise an error, listing all problems, if the model does not fit the layout."""
     if problems := list(_problems(layout, spec)):
         raise ModelError(f"the model does not fit the layout: {'; '.join(problems)}", fix="choose another layout")
 
@@ -60,11 +60,11 @@ def _problems(layout: ParallelConfig, spec: ModelSpec) -> Iterator[str]:
         divisions.append(("etp", layout.etp, "rows of an expert", moe.expert_ffn))
     elif layout.ep > 1 or layout.etp > 1:
         yield f"ep {layout.ep} and etp {layout.etp}, but the model has no experts"
-    for axis, size, what, amount in divisions:
+    for axis, size, dimension, amount in divisions:
         if amount % size:
-            yield f"{axis} {size} does not divide {amount} {what}"
+            yield f"{axis} {size} does not divide {amount} {dimension}"
     if spec.num_kv_heads % layout.tp and layout.tp % spec.num_kv_heads:
-        yield f"tp {layout.tp} is neither a divisor nor a multiple of {spec.num_kv_heads} key-value heads"
+        yield f"tp {layout.tp} is not a divisor or a multiple of {spec.num_kv_heads} key-value heads"
     if layout.vpp > 1 and layout.pp == 1:
         yield f"vpp {layout.vpp} needs more than one pipeline stage"
     try:

@@ -1,4 +1,4 @@
-"""What a Megatron parameter is made of: rows of Hugging Face tensors, stacked, then split over ranks."""
+"""Composition of a Megatron parameter: rows of Hugging Face tensors, stacked, then split over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.rounding import round_up
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of a Hugging Face tensor that is one box, of the same extent, of a local Megatron tensor."""
+    """One box of a Hugging Face tensor that maps to one box, with the same extent, of a local Megatron tensor."""
 
     hf: str
     source: Region
@@ -32,28 +32,28 @@ class RowRange:
 class Parameter:
     """One Megatron parameter before it is split.
 
-    Its rows are those of its parts, one after another. Each part is split on its own: of gate and up a rank holds
-    its share of the gate above its share of up, while queries, keys and values, one part, are cut as a whole.
+    Its rows are those of its parts, one after another. Each part is split separately: for gate and up, a rank holds its
+    share of the gate above its share of up, while queries, keys and values are one part, split as a whole.
     """
 
     name: str
     parts: tuple[tuple[RowRange, ...], ...]
     columns: int | None = None  # None: a vector
     split: Literal["rows", "columns"] | None = None  # None: every rank holds all of it
-    padded: bool = False  # rows of nothing at the end, up to a multiple of the ranks
+    padded: bool = False  # rows of zeros at the end, up to a multiple of the ranks
 
     def share(self, rank: int, num_ranks: int) -> tuple[Shape, tuple[Piece, ...], tuple[Region, ...]]:
-        """Return shape, pieces and padding of what one of `num_ranks` ranks holds."""
+        """Return shape, pieces and padding of the share of one of `num_ranks` ranks."""
         columns = None if self.columns is None else (0, self.columns)
         if columns and self.split == "columns":
             columns = _share(columns[1], rank, num_ranks)
         row_rank, num_row_ranks = (rank, num_ranks) if self.split == "rows" else (0, 1)
-        # In the local tensor the columns start at 0 whichever they are.
+        # In the local tensor, columns always start at 0.
         source_rest = () if columns is None else (columns,)
         target_rest = () if columns is None else ((0, columns[1] - columns[0]),)
         pieces: list[Piece] = []
         padding: list[Region] = []
-        top = 0  # local row at which the present part starts
+        top = 0  # local row at which the current part starts
         for part in self.parts:
             num_rows = sum(rows.stop - rows.start for rows in part)
             if self.padded:
@@ -71,9 +71,10 @@ class Parameter:
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
-    """Return the rows of the embedding over all ranks: the least multiple of `tp`, which is all that Megatron asks for.
+    """Return the rows of the embedding over all ranks: the smallest multiple of `tp`, which is all that Megatron
+    requires.
 
-    More would cost memory and time in every head, and a size that only hardware likes does not belong to the model.
+    More rows would cost memory and time in every head, and a size chosen for hardware is not part of the model.
     """
     return round_up(vocab, tp)
 
@@ -84,7 +85,7 @@ def _share(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
 
 
 def _cut(part: tuple[RowRange, ...], first: int, last: int) -> Iterator[tuple[RowRange, int]]:
-    """Yield what of a part lies in its rows `first` to `last`, and at which of them it starts."""
+    """Yield the ranges of a part inside its rows `first` to `last`, each with its first row."""
     position = 0
     for rows in part:
         end = position + rows.stop - rows.start

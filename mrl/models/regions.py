@@ -1,4 +1,4 @@
-"""Rectangular slices of tensors: what two share, where one lies in another, and whether some cover a tensor once."""
+"""Rectangular slices of tensors: intersections, relative positions, and exact covers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def extent(region: Region) -> Shape:
 
 
 def num_elements(region: Region) -> int:
-    count = 1  # a plan asks for millions: a loop is twice as fast as math.prod
+    count = 1  # plans call this millions of times: a loop is twice as fast as math.prod
     for start, stop in region:
         count *= stop - start
     return count
 
 
 def slices(region: Region) -> tuple[slice, ...]:
-    """Return the index that takes a region out of a tensor."""
+    """Return the index that selects a region of a tensor."""
     return tuple(slice(start, stop) for start, stop in region)
 
 
 def intersection(one: Region, other: Region) -> Region | None:
-    """Return what two regions share; None where that is nothing."""
+    """Return the intersection of two regions, or None if it is empty."""
     shared = []
     for (a, b), (c, d) in zip(one, other, strict=True):
         start, stop = max(a, c), min(b, d)
@@ -42,7 +42,7 @@ def intersection(one: Region, other: Region) -> Region | None:
 
 
 def moved(region: Region, source: Region, target: Region) -> Region:
-    """Return where a region lies after its surroundings `source` have become `target`.
+    """Return the position of a region after its surroundings `source` have moved to `target`.
 
     With `source` ((4, 8), (0, 6)) at `target` ((0, 4), (10, 16)), ((5, 7), (1, 2)) is ((1, 3), (11, 12)).
     """
@@ -53,15 +53,15 @@ def moved(region: Region, source: Region, target: Region) -> Region:
 
 
 def relative(region: Region, surroundings: Region) -> Region:
-    """Return the region as counted from where its surroundings begin."""
+    """Return the region relative to the start of its surroundings."""
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(region, surroundings, strict=True))
 
 
 def is_exact_cover(shape: Shape, regions: Iterable[Region]) -> bool:
-    """Return whether the regions lie inside, apart from each other, and are the tensor together."""
+    """Return whether the regions lie inside the tensor, do not overlap, and cover it completely."""
     full = whole(shape)
     ordered = sorted(regions)
-    reaching: list[Region] = []  # those that end, on the first axis, behind where the present one begins
+    reaching: list[Region] = []  # regions that extend, on the first axis, beyond the start of the current one
     for region in ordered:
         reaching = [other for other in reaching if other[0][1] > region[0][0]]
         if intersection(region, full) != region or any(intersection(region, other) for other in reaching):
@@ -71,7 +71,7 @@ def is_exact_cover(shape: Shape, regions: Iterable[Region]) -> bool:
 
 
 def tiling_problems(shape: Shape, regions: Iterable[Region]) -> Iterator[str]:
-    """Yield what is left out, doubled or outside where regions should cover a tensor exactly once."""
+    """Yield what is missing, duplicated or outside, if the regions should cover a tensor exactly once."""
     regions = list(regions)
     if any(len(region) != len(shape) for region in regions):
         yield f"boxes with other axes than shape {list(shape)}"
@@ -80,12 +80,14 @@ def tiling_problems(shape: Shape, regions: Iterable[Region]) -> Iterator[str]:
 
 
 def _cell_problems(shape: Shape, regions: list[Region]) -> Iterator[str]:
-    """Cut the tensor wherever a region starts or ends: each cell must lie in one region."""
+    """Split the tensor wherever a region starts or ends. Each cell must lie in exactly one region."""
     edges = [sorted({0, size, *(edge for box in regions for edge in box[axis])}) for axis, size in enumerate(shape)]
     for cell in product(*(list(pairwise(axis)) for axis in edges)):
         count = sum(intersection(cell, region) == cell for region in regions)
         is_inside = intersection(cell, whole(shape)) == cell
         if count != is_inside:
             at = ", ".join(f"{start}:{stop}" for start, stop in cell)
-            of = list(shape)
-            yield f"[{at}] of {of} is covered {count} times" if is_inside else f"[{at}] is outside {of}"
+            shown_shape = list(shape)
+            yield (
+                f"[{at}] of {shown_shape} is covered {count} times" if is_inside else f"[{at}] is outside {shown_shape}"
+            )

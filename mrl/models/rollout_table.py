@@ -1,7 +1,8 @@
-"""Which slice of which Hugging Face tensor each of vLLM's fused, sharded parameters is, for one rank of an engine.
+"""The slices of Hugging Face tensors that make up each fused, sharded parameter of vLLM, for one rank of an engine.
 
-The same `Parameter`s that describe Megatron's tensors describe these: queries, keys and values are three parts, each
-split on its own; so are the gate and the up of every expert. Stacked experts are told as one matrix, one below another.
+The same `Parameter`s describe Megatron's tensors and these: queries, keys and values are three parts, each split
+separately; the gate and the up of every expert are split in the same way. Stacked experts are described as one matrix,
+one below another.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _VOCAB_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """How one vLLM engine is split: over tensor ranks, which hold whole experts where `ep` is their number."""
+    """Split of a vLLM engine over tensor ranks. If `ep` is their number, each rank holds whole experts."""
 
     tp: int = 1
     ep: int = 1
     whole: bool = False
-    """Every rank takes whole Hugging Face tensors instead: for modules that only vLLM's own loaders know to fill."""
+    """Every rank takes whole Hugging Face tensors instead, for modules that only vLLM's own loaders can fill."""
 
     def check(self, spec: ModelSpec) -> None:
         if self.ep not in (1, self.tp):
             raise ModelError(
-                f"ep {self.ep} is neither 1 nor the engine's tp {self.tp}",
+                f"ep {self.ep} is not 1 or the engine's tp {self.tp}",
                 fix="vLLM spreads experts over all ranks of an engine, or splits each over all of them",
             )
         etp = self.tp // self.ep if spec.moe else 1
@@ -50,8 +51,8 @@ class Fused:
 
     name: str
     shape: Shape
-    pieces: tuple[Piece, ...]  # their targets lie in the matrix that has the shape's last axis as columns
-    padding: tuple[Region, ...]  # rows of the vocabulary that no token has: zeros
+    pieces: tuple[Piece, ...]  # their targets lie in a matrix whose columns are the shape's last axis
+    padding: tuple[Region, ...]  # vocabulary rows without a token: zeros
 
 
 def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fused]:
@@ -63,7 +64,7 @@ def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fuse
 
 @cache
 def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
-    """Return the elements of the fused tensors of the first worker of an engine, and of the largest of them."""
+    """Return the elements of the fused tensors of an engine's first worker, and of the largest of them."""
     sizes, sums, largest = EngineSizes(tp), 0, 0
     kinds: dict[bool, int] = {}
     for layer in range(spec.num_layers):
@@ -79,7 +80,7 @@ def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
 
 
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
-    """Yield what stands before the layers; it is the head too where the two are tied."""
+    """Yield the tensors before the layers. With tied embeddings they are also the head."""
     if sizes.whole:
         yield from _unfused({EMBEDDING: (spec.vocab, spec.hidden)})
     else:
@@ -87,7 +88,7 @@ def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterato
 
 
 def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
-    """Yield what stands behind the layers."""
+    """Yield the tensors after the layers."""
     if sizes.whole:
         yield from _unfused({NORM: (spec.hidden,)} | ({} if spec.tied else {LM_HEAD: (spec.vocab, spec.hidden)}))
         return
@@ -156,7 +157,7 @@ def _down(name: str, rows: int, columns: int) -> Parameter:
 
 
 def _qkv(spec: ModelSpec, sizes: EngineSizes, prefix: str, kind: str) -> Parameter:
-    """Queries, then keys, then values; with fewer key-value heads than ranks, each head is on several ranks."""
+    """Return queries, then keys, then values. With fewer key-value heads than ranks, each head is on several ranks."""
     num_copies, size = max(1, sizes.tp // spec.num_kv_heads), spec.head_dim
     heads = [head for head in range(spec.num_kv_heads) for _ in range(num_copies)]
     q = (RowRange(f"{prefix}q_proj.{kind}", 0, spec.num_heads * size),)
@@ -177,5 +178,5 @@ def _vocabulary(name: str, spec: ModelSpec, sizes: EngineSizes, rank: int) -> Fu
 
 
 def _padded(vocab: int) -> int:
-    """vLLM's rows of the vocabulary over all ranks."""
+    """Return vLLM's rows of the vocabulary over all ranks."""
     return padded_vocab(vocab, _VOCAB_MULTIPLE)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by a factor."""
+    """Divides positions by a factor."""
 
     factor: float
 
@@ -24,7 +24,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths divided by a factor, short ones kept, a ramp between: Llama 3.1's way."""
+    """Llama 3.1's scaling: divides long wavelengths by a factor, keeps short ones, with a ramp in between."""
 
     factor: float
     low_freq_factor: float
@@ -40,7 +40,7 @@ class Llama3Scaling:
         ramp = (self.original_max_positions / wavelengths - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
         )
-        # Divide before multiplying, in this order: the result is transformers' own to the last bit.
+        # Divide before multiplying, in this order: the result equals transformers' bit for bit.
         between = (1 - ramp) * frequencies / self.factor + ramp * frequencies
         scaled = torch.where(wavelengths > shortest_divided, frequencies / self.factor, between)
         return torch.where(wavelengths < longest_kept, frequencies, scaled)
@@ -55,7 +55,7 @@ class Rope:
     scaling: LinearScaling | Llama3Scaling | None = None
 
     def inverse_frequencies(self) -> torch.Tensor:
-        """Return one angle per position step for each pair of dimensions, equal to transformers' to the bit."""
+        """Return one angle per position step for each pair of dimensions, bit-identical to transformers."""
         import torch
 
         exponents = torch.arange(0, self.dim, 2, dtype=torch.int64).to(torch.float32) / self.dim
@@ -64,28 +64,28 @@ class Rope:
 
 
 def read_rope(config: HfConfig, dim: int) -> Rope:
-    """The rotary embedding as `config.json` gives it: in `rope_parameters`, or in `rope_theta` and `rope_scaling`."""
+    """Read the rotary embedding in `config.json`: from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     known = [name for name in ("rope_scaling", "rope_parameters") if name in config]
-    given = config.section(known[0]) if known else HfConfig({}, config.where)
-    for section in (config, given):
+    settings = config.section(known[0]) if known else HfConfig({}, config.where)
+    for section in (config, settings):
         section.require("partial_rotary_factor", 1.0)
-    if any(isinstance(value, dict) for value in given.values.values()):
-        raise given.error("rope_type", "only one rotary embedding for all layers is supported", "use another model")
-    theta = (given if "rope_theta" in given else config).number("rope_theta")
-    kind = given.defaulting(type="default").text("rope_type", "type")
+    if any(isinstance(value, dict) for value in settings.values.values()):
+        raise settings.error("rope_type", "only one rotary embedding for all layers is supported", "use another model")
+    theta = (settings if "rope_theta" in settings else config).number("rope_theta")
+    kind = settings.defaulting(type="default").text("rope_type", "type")
     if kind == "default":
         return Rope(dim, theta)
     if kind == "linear":
-        return Rope(dim, theta, LinearScaling(given.number("factor")))
+        return Rope(dim, theta, LinearScaling(settings.number("factor")))
     if kind == "llama3":
         scaling = Llama3Scaling(
-            factor=given.number("factor"),
-            low_freq_factor=given.number("low_freq_factor"),
-            high_freq_factor=given.number("high_freq_factor"),
-            original_max_positions=given.integer("original_max_position_embeddings"),
+            factor=settings.number("factor"),
+            low_freq_factor=settings.number("low_freq_factor"),
+            high_freq_factor=settings.number("high_freq_factor"),
+            original_max_positions=settings.integer("original_max_position_embeddings"),
         )
         return Rope(dim, theta, scaling)
-    raise given.error(
+    raise settings.error(
         "rope_type",
         f'"{kind}" is not supported, only default, linear and llama3',
         fix="take the scaling out of the file if your sequences fit the model's original length",

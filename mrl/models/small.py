@@ -1,4 +1,4 @@
-"""A small model with the shape of a large one: the same family and the same divisions, in a few thousand numbers."""
+"""A small model with the structure of a large one: same family and same divisions, in a few thousand numbers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from mrl.config.schema import ParallelConfig
 from mrl.models.hf_config import HfConfig
 
-_VOCAB = 131  # no multiple of anything: the padding of the vocabulary is tried too
+_VOCAB = 131  # a prime, so that the padding of the vocabulary is tested too
 _HEAD = 16
 _POSITIONS = 512
 
 
 def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the `config.json` of a model that a layout divides as it divides the one with these values.
+    """Return the `config.json` of a small model that a layout divides like the model with these values.
 
-    Query groups stay groups, and key-value heads that are fewer than the tensor-parallel ranks stay fewer.
+    Query groups stay groups. If there are fewer key-value heads than tensor-parallel ranks, this stays so.
     """
     large = HfConfig(values, "config.json").defaulting(num_key_value_heads=values.get("num_attention_heads"))
     num_heads, num_groups = large.integer("num_attention_heads"), large.integer("num_key_value_heads")
@@ -33,7 +33,7 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "max_position_embeddings": _POSITIONS,
-        "initializer_range": 0.1,  # or everything is so alike that a mix-up hardly shows
+        "initializer_range": 0.1,  # otherwise all values are so similar that a mix-up is hard to detect
         "bos_token_id": None,
         "eos_token_id": 2,
         "pad_token_id": 0,

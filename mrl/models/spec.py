@@ -1,6 +1,6 @@
-"""The sizes and switches of one model: what Megatron is built with, and what a token costs.
+"""Sizes and switches of one model: Megatron's arguments for it, and the cost of a token.
 
-Nothing here loads torch until Megatron's arguments or the frequencies are asked for, so that planning can do without.
+torch is loaded only when Megatron's arguments or the frequencies are requested, so that planning needs no torch.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from mrl.models.rope import Rope
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """The experts of a model and the router before them."""
+    """The experts of a model, and their router."""
 
     num_experts: int
     experts_per_token: int
     expert_ffn: int
     norm_topk: bool
     aux_loss_coef: float
-    dense_layers: frozenset[int] = frozenset()  # layers that have an ordinary MLP instead
+    dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
     scoring: str = "softmax"
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One model of a family, as its `config.json` describes it."""
+    """One model of a family, as described by its `config.json`."""
 
     family: str
     num_layers: int
@@ -41,7 +41,7 @@ class ModelSpec:
     tied: bool
     rope: Rope
     max_positions: int
-    dtype: str | None  # None where `config.json` does not say
+    dtype: str | None  # None if `config.json` does not give it
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
@@ -66,13 +66,14 @@ class ModelSpec:
 
     @property
     def qkv_rows(self) -> int:
-        """Rows of queries, keys and values together."""
+        """Total rows of queries, keys and values."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     # --- what Megatron is built with --------------------------------------------------------------------------
 
     def transformer_config(self) -> dict[str, Any]:
-        """Arguments of Megatron's `TransformerConfig` that describe the model; how it runs is the engine's to add."""
+        """Return the arguments of Megatron's `TransformerConfig` that describe the model. The engine adds how it
+        runs."""
         from torch.nn.functional import silu
 
         return {
@@ -89,7 +90,7 @@ class ModelSpec:
             "add_bias_linear": False,
             "add_qkv_bias": self.qkv_bias,
             "qk_layernorm": self.qk_norm,
-            # Megatron counts the tokens seen before the present one, transformers the present one too.
+            # Megatron counts the tokens before the current one, transformers includes the current one.
             "window_size": (self.sliding_window - 1, 0) if self.sliding_window else None,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
@@ -106,18 +107,18 @@ class ModelSpec:
             "moe_ffn_hidden_size": moe.expert_ffn,
             "moe_layer_freq": [int(self.has_experts(layer)) for layer in range(self.num_layers)],
             "moe_router_score_function": moe.scoring,
-            # A softmax over the chosen logits is the full softmax over them, normalized.
+            # A softmax over the chosen logits equals the normalized full softmax over them.
             "moe_router_pre_softmax": not moe.norm_topk,
             "moe_router_dtype": "fp32",
-            # The loss is the algorithm's alone; `aux_loss_coef` is there for who wants to add a balancing term.
+            # The loss is only the algorithm's. `aux_loss_coef` is available for a balancing term.
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
         }
 
     def fused_kernels(self) -> dict[str, bool]:
-        """Arguments of `TransformerConfig` that make one kernel of several, all experts of a layer included.
+        """Return the arguments of `TransformerConfig` that fuse kernels, including all experts of a layer.
 
-        Transformer Engine has these kernels, on GPUs; engines and plans take them wherever the user says nothing else.
+        Transformer Engine has these kernels on GPUs. Engines and plans use them unless the user sets something else.
         """
         names = ["apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"]
         if self.moe is not None:
@@ -125,10 +126,10 @@ class ModelSpec:
         return dict.fromkeys(names, True)
 
     def gpt_model_arguments(self) -> dict[str, Any]:
-        """Arguments of Megatron's `GPTModel` that describe the model; the vocabulary is the layout's to pad.
+        """Return the arguments of Megatron's `GPTModel` that describe the model. The layout pads the vocabulary.
 
-        Megatron's own scaling for Llama 3 fixes three of its four numbers, so it stays off: whoever builds the model
-        sets the rotary module's `inv_freq` to `rope.inverse_frequencies()`.
+        Megatron's own scaling for Llama 3 fixes three of its four numbers, so it stays off. The code that builds the
+        model sets the rotary module's `inv_freq` to `rope.inverse_frequencies()`.
         """
         return {
             "position_embedding_type": "rope",
@@ -143,7 +144,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the language model; tied embeddings count once."""
+        """Parameters of the language model. Tied embeddings count once."""
         attention = self._attention_weights + (self.qkv_rows if self.qkv_bias else 0)
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
@@ -152,23 +153,24 @@ class ModelSpec:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward work of one token, the head included and attention over other tokens not: two per active weight."""
+        """Forward FLOPs of one token, including the head but not attention to other tokens: two per active weight."""
         active_experts = self.moe.experts_per_token if self.moe else 0
         layers = self.num_layers * self._attention_weights + self._mlp_weights(active_experts)
         return 2 * (layers + self.vocab * self.hidden)
 
     @property
     def mlp_share(self) -> float:
-        """Of that work, what the MLPs do."""
+        """Share of the MLPs in `flops_per_token`."""
         return 2 * self._mlp_weights(self.moe.experts_per_token if self.moe else 0) / self.flops_per_token
 
     @property
     def attention_flops_per_token_pair(self) -> int:
-        """Forward work for one token looking at one: a causal sequence of n tokens has n (n + 1) / 2 such pairs."""
+        """Forward FLOPs of one token attending to another. A causal sequence of n tokens has n (n + 1) / 2 such
+        pairs."""
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
     def sequence_flops(self, num_tokens: int) -> int:
-        """Forward work of one sequence, only the pairs counted that the causal mask and the window let through."""
+        """Return the forward FLOPs of one sequence, counting only pairs inside the causal mask and the window."""
         window = min(num_tokens, self.sliding_window or num_tokens)
         pairs = window * (window + 1) // 2 + (num_tokens - window) * window
         return self.flops_per_token * num_tokens + self.attention_flops_per_token_pair * pairs
@@ -178,7 +180,7 @@ class ModelSpec:
         return self.hidden * (self.qkv_rows + self.num_heads * self.head_dim)
 
     def _mlp_weights(self, num_experts: int) -> int:
-        """Weights of the MLPs of all layers, with that many experts in each layer that has experts."""
+        """Return the weights of the MLPs of all layers, with that many experts in each layer with experts."""
         num_moe_layers = sum(map(self.has_experts, range(self.num_layers)))
         dense = (self.num_layers - num_moe_layers) * 3 * self.hidden * self.ffn
         if self.moe is None:

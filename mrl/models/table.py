@@ -1,7 +1,7 @@
-"""Which slice of which Hugging Face tensor each local Megatron parameter is, for one rank of a layout.
+"""The slices of Hugging Face tensors that make up each local Megatron parameter, for one rank of a layout.
 
-One table serves reading and writing checkpoints, the reshard into the rollout engine, and the memory model.
-Names are those of Megatron's local layer spec; `local_name` translates Transformer Engine's.
+One table serves reading and writing checkpoints, the reshard into the rollout engine, and the memory plan. Names are
+those of Megatron's local layer spec; `local_name` translates Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One local parameter of one rank: what it is called in its pipeline chunk, and what it is made of."""
+    """One local parameter of one rank: its name in its pipeline chunk, and its pieces."""
 
     chunk: int
     name: str
     shape: Shape
     pieces: tuple[Piece, ...]
-    padding: tuple[Region, ...]  # rows of the vocabulary that no token has
+    padding: tuple[Region, ...]  # vocabulary rows without a token
     expert: bool  # split over ep and etp instead of tp
     split: bool  # whether the ranks of tp (of etp for an expert) hold different parts
 
@@ -47,7 +47,7 @@ def shards_of(spec: ModelSpec, layout: ParallelConfig, place: RankPlace, head: H
 
 
 def dense_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace, head: Head) -> Iterator[Shard]:
-    """Yield what a rank holds beside experts: it depends on its place in tp and pp alone."""
+    """Yield the shards of a rank except the experts. They depend only on its place in tp and pp."""
 
     def shard(chunk: int, parameter: Parameter, prefix: str = "") -> Shard:
         return _shard(chunk, prefix + parameter.name, parameter, place.tp, layout.tp)
@@ -62,7 +62,7 @@ def dense_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace, head
 
 
 def expert_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> Iterator[Shard]:
-    """Yield the experts that a rank holds: they depend on its place in ep, etp and pp alone."""
+    """Yield the experts of a rank. They depend only on its place in ep, etp and pp."""
     if spec.moe is None:
         return
     num_local = spec.moe.num_experts // layout.ep
@@ -74,7 +74,7 @@ def expert_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> 
 
 
 def _layers(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> Iterator[tuple[int, str, int]]:
-    """Chunk, name in the chunk, and number in the model of each layer of a rank."""
+    """Yield chunk, name in the chunk, and number in the model of each layer of a rank."""
     for chunk in range(layout.vpp):
         for local, layer in enumerate(layers_of_chunk(layout, spec.num_layers, place.pp, chunk)):
             yield chunk, f"decoder.layers.{local}.", layer
@@ -101,7 +101,7 @@ def vocabulary_parameter(name: str, hf: str, spec: ModelSpec) -> Parameter:
 
 
 def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
-    """Return the names and shapes of every tensor of the model in Hugging Face's files."""
+    """Return the names and shapes of all tensors of the model in Hugging Face's files."""
     tensors: dict[str, Shape] = {EMBEDDING: (spec.vocab, spec.hidden)}
     for layer in range(spec.num_layers):
         tensors |= FAMILIES[spec.family].tensors(spec, layer)
@@ -114,7 +114,7 @@ def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
 
 
 def local_name(name: str) -> str:
-    """Return what the local layer spec, and so a `Shard`, calls a parameter of either spec."""
+    """Return the local layer spec's name, as used in `Shard`, of a parameter of either spec."""
     for fused, plain in _UNFUSED_NORMS.items():
         if name.endswith(f".{fused}"):
             return name.removesuffix(fused) + plain

@@ -1,44 +1,44 @@
 """Bytes that a training step keeps for backward, from the shapes of a layer's tensors.
 
 Rows are packed and attention is a flash kernel, so no tensor has tokens x tokens. Per token and layer, in elements of
-the model's dtype unless said otherwise:
+the model's dtype unless noted:
 
     T    tokens of a micro-batch on one device (`max_tokens_per_device`)
     h    hidden size            q, k   columns of all query heads, of all key heads; d of one head
-    f    columns of the MLP     g      those of an expert
+    f    columns of the MLP     g      columns of an expert
     e    experts per token      E      experts
     t    tensor parallel size   s      t with sequence parallelism, else 1
 
-    attention   2h/s        the norm's input (the residual) and output, from which queries, keys and values come
-                (q + 2k)/t  queries, keys and values as attention takes them
-                (q + k)/t   and before their norms, where there are any
+    attention   2h/s        the norm's input (the residual) and output, the input of queries, keys and values
+                (q + 2k)/t  queries, keys and values as inputs of attention
+                (q + k)/t   queries and keys before their norms, if they have norms
                 4d          cosines and sines of queries and of keys, unless Megatron fuses them (`apply_rope_fusion`)
-                q/t         what attention gives, which is the projection's input; 4 bytes a head for its logsumexp
+                q/t         attention's output, the projection's input; 4 bytes per head for its logsumexp
     MLP         2h/s        the norm's input and output
-                5f/t        gate and up, silu(gate), up once more, their product; 3f/t with `bias_activation_fusion`
+                5f/t        gate and up, silu(gate), up again, their product; 3f/t with `bias_activation_fusion`
     experts     2h/s        the norm's input and output;  24e + 5E bytes (/s) for the router
-                e(h etp + 6g)/s  tokens dispatched; gate and up, silu(gate), up once more, their product before and
+                e(h etp + 6g)/s  tokens dispatched; gate and up, silu(gate), up again, their product before and
                             after its weight, 3g with the fusion. The busiest rank's tokens count
 
-Norms are Transformer Engine's; those without it keep 4 bytes more per element, their input in float32. A test counts
-what autograd saves in a running engine, and finds these numbers.
+Norms are Transformer Engine's. Other norms keep 4 bytes more per element, their input in float32. A test measures
+what autograd saves in a running engine and compares it with these numbers.
 
-Full recomputation keeps h/s per layer (per `recompute_num_layers` with `uniform`), and while it makes a group of layers
-again all tensors of that group. `block` recomputes the first layers of each chunk alone. Selective recomputation leaves
-out what the modules named make again: `mlp` and `moe` all but their norm's input and output (on GPUs a dense MLP's norm
-is a part of its first product, so its output goes too), `layernorm` the outputs of norms, `moe_act` silu and products;
-`core_attn` recomputes what a flash kernel does not keep anyway.
+Full recomputation keeps h/s per layer (per `recompute_num_layers` with `uniform`), and needs all tensors of a group of
+layers while it recomputes the group. `block` recomputes only the first layers of each chunk. Selective recomputation
+drops what the named modules recompute: `mlp` and `moe` everything except their norm's input and output (on GPUs a dense
+MLP's norm is part of its first product, so its output is dropped too), `layernorm` the outputs of norms, `moe_act` silu
+and products; `core_attn` recomputes tensors that a flash kernel does not keep anyway.
 
-While backward is in a layer, three things come on top: what it makes again, the gradients of the MLP (3f/t; of the
-experts e(h etp + 3g)/s), and those of the layer's input and output (2h). With sequence parallelism these two are
-gathered, and so is the input (3h together).
+While backward is in a layer, it also needs the recomputed tensors, the gradients of the MLP (3f/t; of the experts
+e(h etp + 3g)/s), and the gradients of the layer's input and output (2h). With sequence parallelism these two
+gradients and the input are gathered (3h together).
 
-A stage of a pipeline keeps the micro-batches that are between their forward and their backward: `pp - stage` of them,
+A pipeline stage keeps the micro-batches between their forward and their backward: `pp - stage` of them,
 or with `vpp` chunks `2 (pp - stage - 1) + (vpp - 1) pp + 1` chunks of `layers / (pp vpp)` layers.
 
-The head is done before backward enters a layer, so only the larger of the two counts. It walks the vocabulary in tiles;
-it keeps the hidden states of the scored tokens (h), their gradient in float32 and in the model's dtype, the gradient of
-its weight, and three tiles at a time.
+The head finishes before backward enters a layer, so only the larger of the two counts. It processes the vocabulary in
+tiles. It keeps the hidden states of the scored tokens (h), their gradient in float32 and in the model's dtype, the
+gradient of its weight, and three tiles at a time.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ _TILES_AT_ONCE = 3
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """Bytes per token that one layer keeps for backward, by what would bring them back."""
+    """Bytes per token that one layer keeps for backward, grouped by the recomputation that would drop them."""
 
     residual: float
-    """Its input: all that full recomputation keeps."""
+    """The layer's input, the only tensor that full recomputation keeps."""
     norms: float
     attention: float
     mlp_input: float
-    """The norm's input before the MLP: what recomputing the MLP alone keeps, beside the norm's output."""
+    """The norm's input before the MLP. Recomputing only the MLP keeps this and the norm's output."""
     mlp: float
     expert_activation: float
 
@@ -79,22 +79,22 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class StageActivations:
-    """Bytes that the layers of a pipeline stage take."""
+    """Bytes for the layers of a pipeline stage."""
 
     kept: int
-    """For backward, of all micro-batches that are under way."""
+    """Bytes kept for backward, of all running micro-batches."""
     at_work: int
-    """While backward is in a layer: what it makes again, gradients, and gathered sequences."""
+    """Bytes while backward is in a layer: recomputed tensors, gradients, and gathered sequences."""
 
 
 def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> LayerActivations:
-    """Return what one layer keeps per token of a device."""
+    """Return the bytes that one layer keeps per token of a device."""
     at, item = model.parallel, ITEM_BYTES[model.dtype]
     t, s = at.tp, at.tp if at.sequence_parallel else 1
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     fused = bool(model.megatron.get("bias_activation_fusion"))
     hidden = item * spec.hidden / s
-    k = max(k, t * spec.head_dim)  # with fewer heads than ranks each has one
+    k = max(k, t * spec.head_dim)  # with fewer heads than ranks, each rank has one
     heads = 2 * q + 2 * k + (q + k if spec.qk_norm else 0)
     attention = (item * heads + 4 * spec.num_heads) / t
     attention += 0 if model.megatron.get("apply_rope_fusion") else 4 * spec.head_dim * item
@@ -102,7 +102,7 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
         mlp, activation = item * (3 if fused else 5) * spec.ffn / t, 0.0
     else:
         moe = spec.moe
-        # A rank sees the tokens of all ranks that share its experts, and has as many fewer of their experts.
+        # A rank sees the tokens of all ranks that share its experts, but holds proportionally fewer experts.
         taken = item * moe.experts_per_token * (ASSUMPTIONS.expert_imbalance if at.ep > 1 else 1) / s
         router = (24 * moe.experts_per_token + 5 * moe.num_experts) / s
         mlp = taken * (spec.hidden * at.etp + 2 * moe.expert_ffn) + router
@@ -117,7 +117,7 @@ def stage_activations(
     num_micro_batches: int,
     device: Literal["cpu", "gpu"] = "gpu",
 ) -> StageActivations:
-    """Return what the layers of a pipeline stage keep at their worst moment, and take while they are at work."""
+    """Return the peak bytes kept by the layers of a pipeline stage, and the bytes needed while they work."""
     layout, tokens = model.parallel, model.max_tokens_per_device
     pp, vpp = layout.pp, layout.vpp
     chunks = [layers_of_chunk(layout, spec.num_layers, stage, chunk) for chunk in range(vpp)]
@@ -131,12 +131,12 @@ def stage_activations(
         kept, working = kept + chunk_kept / vpp, max(working, again + gradients)
     in_flight = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
     in_flight = min(in_flight, num_micro_batches * vpp)
-    of_tokens = tokens * (1 + ASSUMPTIONS.allocator_share)
-    return StageActivations(math.ceil(kept * in_flight * of_tokens), math.ceil(working * of_tokens))
+    stored_tokens = tokens * (1 + ASSUMPTIONS.allocator_share)
+    return StageActivations(math.ceil(kept * in_flight * stored_tokens), math.ceil(working * stored_tokens))
 
 
 def _gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> float:
-    """Return what backward takes per token in a layer of this kind, besides what the layer keeps."""
+    """Return the bytes that backward needs per token in a layer of this kind, in addition to what the layer keeps."""
     at, item = model.parallel, ITEM_BYTES[model.dtype]
     is_split = at.sequence_parallel and at.tp > 1
     hidden = (3 if is_split else 2) * spec.hidden
@@ -148,7 +148,7 @@ def _gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bo
 
 
 def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
-    """Return the bytes of a forward pass without backward: the tensors of one layer."""
+    """Return the bytes of a forward pass without backward, the tensors of one layer."""
     kinds = {spec.has_experts(layer) for layer in range(spec.num_layers)}
     widest = max(layer_bytes(spec, model, kind).total for kind in kinds)
     return math.ceil(widest * model.max_tokens_per_device * (1 + ASSUMPTIONS.allocator_share))
@@ -169,27 +169,29 @@ def head_bytes(
 def _with_recomputation(
     layers: list[LayerActivations], megatron: dict[str, Any], fused_norm: bool
 ) -> tuple[float, float]:
-    """Return the bytes per token that the layers of a chunk keep, and those that are made again at a time."""
+    """Return the bytes per token that the layers of a chunk keep, and the bytes recomputed at a time."""
     granularity = megatron.get("recompute_granularity")
     if granularity == "selective":
         modules = set(megatron.get("recompute_modules") or ())
         lighter = [_selective(layer, modules, fused_norm) for layer in layers]
-        return sum(each.total for each in lighter), max(a.total - b.total for a, b in zip(layers, lighter, strict=True))
+        return sum(layer.total for layer in lighter), max(
+            a.total - b.total for a, b in zip(layers, lighter, strict=True)
+        )
     if granularity != "full":
         return sum(layer.total for layer in layers), 0.0
     number = int(megatron.get("recompute_num_layers") or 1)
     if megatron.get("recompute_method") == "block":
         again, rest = layers[:number], layers[number:]
-        kept = sum(each.residual for each in again) + sum(each.total for each in rest)
-        return kept, max((each.total for each in again), default=0.0)
+        kept = sum(layer.residual for layer in again) + sum(layer.total for layer in rest)
+        return kept, max((layer.total for layer in again), default=0.0)
     groups = [layers[start : start + number] for start in range(0, len(layers), number)]
-    return sum(group[0].residual for group in groups), max(sum(each.total for each in group) for group in groups)
+    return sum(group[0].residual for group in groups), max(sum(layer.total for layer in group) for group in groups)
 
 
 def _selective(layer: LayerActivations, modules: set[str], fused_norm: bool) -> LayerActivations:
     if modules & {"mlp", "moe"}:
         is_dense = not layer.expert_activation
-        # The norm's output is one of two: that of attention's norm stays.
+        # There are two norms. The output of attention's norm is kept.
         norms = layer.norms / 2 if fused_norm and is_dense and "mlp" in modules else layer.norms
         layer = replace(layer, norms=norms, mlp=0.0, expert_activation=0.0)
     if "moe_act" in modules:

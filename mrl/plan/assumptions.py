@@ -1,4 +1,4 @@
-"""What no configuration says and a plan needs: every number that is not derived stands here."""
+"""Numbers that a plan needs and cannot derive from the configuration."""
 
 from __future__ import annotations
 
@@ -11,60 +11,61 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Memory that libraries take for themselves, and how much of a device's speed each kind of work reaches."""
+    """Memory used by libraries, and the share of a device's speed that each kind of work reaches."""
 
     process_bytes: int = 2_150 << 20
-    """Measured on an H100, for each trainer process outside of torch's allocator: 0.6 GiB of CUDA context, and 1.5 of
-    kernels and libraries that are loaded while the model is built and first trained."""
+    """Memory of each trainer process outside torch's allocator, measured on an H100: 0.6 GiB of CUDA context, and 1.5
+    of kernels and libraries that are loaded while the model is built and first trained."""
     communicator_bytes: int = 205 << 20
-    """Of each of its NCCL groups."""
+    """Memory of each NCCL group of a trainer process."""
     peer_bytes: int = 24 << 20
-    """Of each rank that it sends to directly: experts' tokens, and slices of the reshard."""
+    """Memory for each rank that a process sends to directly: tokens of experts, and slices of the reshard."""
     receiver_bytes: int = 2 * GIB
-    """Of the process that takes weights next to engines of their own pool: CUDA context and NCCL."""
+    """Memory of the process that receives weights for engines with their own pool: CUDA context and NCCL."""
     engine_reserve_bytes: int = ENGINE_RESERVE_BYTES
-    """Of each engine process, also while it sleeps: CUDA context, NCCL, captured graphs."""
+    """Memory of each engine process, even while it sleeps: CUDA context, NCCL, captured graphs."""
     cpu_rank_bytes: int = 288 << 20
-    """Of a rank on a CPU slot: what its libraries take for themselves, before there is a model."""
+    """Memory of libraries in each rank on a CPU slot, before a model is loaded."""
     cpu_engine_bytes: int = 464 << 20
-    """The same of each process of an engine."""
+    """Memory of libraries in each process of an engine on CPU slots."""
     cpu_run_bytes: int = 768 << 20
-    """Of the driver, Ray and what it starts on each node, and files of libraries, which all share; or half more."""
+    """Memory of the driver, Ray and its processes on each node, and shared library files; up to half more."""
     cpu_allocator_share: float = 0.4
-    """Of what a rank works with: what a CPU's allocator keeps between blocks for as long as the phase is."""
+    """Share of a rank's working memory that a CPU allocator keeps between blocks during the phase."""
     allocator_share: float = 0.05
-    """Of activations: what torch's allocator cannot use because blocks have other sizes."""
+    """Share of activations that torch's allocator cannot use, because blocks have other sizes."""
     expert_imbalance: float = 1.25
-    """Tokens of the busiest expert rank over the mean."""
+    """Tokens of the busiest expert rank relative to the mean."""
     train_efficiency: float = 0.42
-    """Of the peak, in matrix products forward and backward; links, bubbles and launches come on top."""
+    """Share of the peak rate in matrix products, forward and backward. Links, bubbles and launches are added."""
     prefill_efficiency: float = 0.42
-    """The same in an engine's prefill, and in decoding where that is bound by arithmetic."""
+    """Share of the peak rate in an engine's prefill, and in decoding when arithmetic limits it."""
     decode_bandwidth: float = 0.6
-    """Of the memory's bandwidth, in decoding."""
+    """Share of the memory bandwidth in decoding."""
     link_efficiency: float = 0.7
-    """Of NVLink and network, in collectives and in the reshard."""
+    """Share of the bandwidth of NVLink and network, in collectives and in the reshard."""
     decode_step_s: float = 0.004
-    """Sampling and launches of one decoding step, whatever is computed; published runs take as much."""
+    """Sampling and launches of one decoding step, for any amount of computation. Published runs need as much."""
     decode_layer_s: float = 0.00005
-    """The same for each layer, twice this where tensor ranks add up, four times where they are on several machines."""
+    """Launches per layer of one decoding step; doubled if tensor ranks communicate, four times if they span
+    machines."""
     decode_sample_s: float = 0.000022
-    """Measured, for each running sample in one decoding step: scheduling and output on one core of the engine's host.
-    The host works while the GPU computes the step before, so the slower of both counts."""
+    """Measured, per running sample in one decoding step: scheduling and output on one core of the engine's host. The
+    host works while the GPU computes the previous step, so the slower of the two counts."""
     train_layer_s: float = 0.001
-    """Launches of one layer forward for one micro-batch, for backward twice this."""
+    """Launches of one layer forward for one micro-batch; twice this for backward."""
     expert_layer_s: float = 0.004
-    """The same for a layer with experts."""
+    """Launches of one layer with experts forward for one micro-batch."""
     lone_expert_s: float = 0.0001
-    """Of each expert of a rank in such a layer, where they are not multiplied together (`moe_grouped_gemm`)."""
+    """Time per expert of a rank in such a layer, if experts are not multiplied together (`moe_grouped_gemm`)."""
     tail_share: float = 0.1
-    """Of the samples that an engine works on at a time: those that are left when most have ended."""
+    """Share of an engine's running samples that remain when most have ended."""
     mean_response_share: float = 0.5
-    """Mean length of responses over the longest that is allowed."""
+    """Mean length of responses relative to the longest allowed."""
     mean_prompt_share: float = 0.5
-    """The same of prompts."""
+    """Mean length of prompts relative to the longest allowed."""
     response_sigma: float = 1.0
-    """Of the logarithm of a response's tokens, before the longest that is allowed cuts it."""
+    """Standard deviation of the logarithm of response tokens, before they are cut at the longest allowed."""
 
 
 ASSUMPTIONS = Assumptions()

@@ -1,7 +1,7 @@
-"""How long a step takes where batches are generated while others are trained: events on a virtual clock.
+"""Simulation of the time of a step when batches are generated during training: events on a virtual clock.
 
-The gate is the one that runs go by; engines and trainer are times. The rows of an engine advance together, a token each
-in one of its steps, so that nothing happens to it between the ends of two rows, and whole stretches are one event.
+The gate is the one used in runs; engines and trainer are modeled by times. All rows of an engine advance together, one
+token per step, so nothing changes between the ends of two rows, and each such stretch is one event.
 """
 
 from __future__ import annotations
@@ -32,47 +32,48 @@ _SPLITS, _SIMULATED_SPLITS = 16, 3
 
 
 def log_normal(mean: float, longest: float, sigma: float = ASSUMPTIONS.response_sigma) -> tuple[float, ...]:
-    """Return equally likely lengths of responses, cut at the longest, whose mean is the given one."""
+    """Return equally likely response lengths, cut at `longest`, with the given mean."""
     spread = [NormalDist().inv_cdf((i + 0.5) / _QUANTILES) * sigma for i in range(_QUANTILES)]
     low, high = 0.0, math.log(longest) + 10 * sigma
     for _ in range(60):
         middle = (low + high) / 2
-        is_low = fmean(min(math.exp(middle + each), longest) for each in spread) < mean
+        is_low = fmean(min(math.exp(middle + deviation), longest) for deviation in spread) < mean
         low, high = (middle, high) if is_low else (low, middle)
-    return tuple(min(math.exp(low + each), longest) for each in spread)
+    return tuple(min(math.exp(low + deviation), longest) for deviation in spread)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the steps of a run are made of."""
+    """Work of the steps of a run."""
 
     samples: int
-    """Of a step."""
+    """Samples per step."""
     lengths: Sequence[float]
-    """Of responses, each equally likely."""
+    """Response lengths, all equally likely."""
     prompt_tokens: float
     num_engines: int
     rows: int
-    """That an engine works on at a time."""
+    """Rows that an engine processes at a time."""
     decode_s: Callable[[float, float], float]
-    """Seconds of one token of each of so many rows with so much context."""
+    """Seconds for one token of each row, given the number of rows and their context."""
     prompt_s: float
-    """Prefill of a sample's prompt."""
+    """Seconds of prefill for the prompt of a sample."""
     token_s: float
-    """Prefill of one token of those whose cache is computed anew."""
+    """Seconds of prefill for one token when a cache is recomputed."""
     train_s: float
-    """All that a step does with samples, old log-probs among it."""
+    """Seconds of everything that a step does with samples, including old log-probs."""
     push_s: float
     drain_every: int = 0
-    """Steps between probes of engines, before which nothing is under way; 0: never."""
+    """Steps between probes of engines, which wait until no sample is running; 0 means never."""
     finish_s: float = 0.0
-    """From a batch's last token until it can be trained on, as for the last rewards. Engines in flight go on."""
+    """Seconds from a batch's last token until it can be trained on, for example for the last rewards. Engines in flight
+    continue meanwhile."""
     decode_beside: float = 1.0
-    """How many times as long an engine's steps take while the trainer trains: on one machine both use its memory."""
+    """Slowdown of an engine's steps while the trainer works: on one machine both use its memory."""
     train_beside: float = 1.0
-    """How many times as long training takes while engines generate."""
+    """Slowdown of training while engines generate."""
     batches: Sequence[Sequence[float]] = ()
-    """The lengths of the first batches where they are known; those of all others are drawn."""
+    """Lengths of the first batches, if known. Later batches are drawn."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,14 @@ class Simulated:
     """Means over the steps of a simulated run."""
 
     step_s: tuple[float, ...]
-    """Of each step."""
+    """Seconds of each step."""
     trainer_idle: float
-    """The share of the time in which the trainer waited for samples, or for weights to arrive."""
+    """Share of time in which the trainer waited for samples or for weights to arrive."""
     engines_idle: float
-    """The share in which an engine had nothing to write, mean over the engines."""
+    """Share of time in which an engine had nothing to generate, as a mean over the engines."""
     ages: dict[int, float]
-    """Updates between the weights that drew a token and those that it is trained from -> share of tokens."""
+    """Age of a token -> share of tokens. The age is the number of updates between the weights that drew it and those
+    trained from it."""
 
     @property
     def seconds(self) -> float:
@@ -94,21 +96,21 @@ class Simulated:
 
 
 class _Engine:
-    """Rows on one engine, those that wait for room, and how far both clocks are: of seconds and of its tokens."""
+    """Rows of one engine, rows that wait for room, and two clocks: seconds and tokens."""
 
     def __init__(self, load: Workload) -> None:
         self._load = load
         self.at_s = self.busy_s = self._token = self._offset = 0.0
         self._rows: list[tuple[float, float, int]] = []
-        """End and begin on the clock of tokens, and the batch; a heap."""
+        """Heap of (end, begin, batch), with end and begin on the token clock."""
         self._waiting: deque[tuple[float, int]] = deque()
         self._left: Counter[int] = Counter()
         self._versions = [(0.0, 0)]
-        """Since which token which weights."""
+        """Pairs of (token from which the weights apply, version)."""
         self.ages: dict[int, Counter[int]] = {}
         """Batch -> age -> tokens."""
         self._ended: dict[int, float] = {}
-        """Batch -> when the last of its samples that have ended did."""
+        """Batch -> time at which the last finished sample of it ended."""
 
     @property
     def num_left(self) -> int:
@@ -119,20 +121,20 @@ class _Engine:
         self._left[batch] += 1
 
     def take_weights(self, now: float, version: int, *, recomputes: bool) -> None:
-        """Stand still for a push, and then for the prefill of all that is under way."""
+        """Pause for a push, and then for the prefill of all running samples."""
         self.at_s = max(self.at_s, now) + self._load.push_s
         self._versions.append((self._token, version))
         if recomputes:
             self._work((len(self._rows) * self._token + self._offset) * self._load.token_s)
 
     def run(self, until: float, batch: int | None = None, slower: float = 1.0) -> None:
-        """Generate up to this moment, or only until this batch has ended; so many times slower than alone."""
+        """Generate up to this time, or only until this batch has ended, `slower` times slower than alone."""
         while self.at_s < until and (batch is None or self._left[batch]):
             self._admit()
             if not self._rows or self.at_s >= until:
                 break
             count, gap = len(self._rows), self._rows[0][0] - self._token
-            # The context grows within the stretch: what its middle takes is the mean.
+            # The context grows within the stretch; its value at the middle is the mean.
             context = self._token + self._offset / count
             step_s = slower * self._load.decode_s(count, context + gap / 2)
             if self.at_s + gap * step_s > until:
@@ -146,7 +148,7 @@ class _Engine:
                 self._end(*heapq.heappop(self._rows))
 
     def end_of(self, batch: int | None = None) -> float:
-        """Return when this batch, or everything, has ended; minus infinity where there was none of it."""
+        """Return when this batch, or everything, has ended; minus infinity if nothing of it ran."""
         if self._left[batch] if batch is not None else self.num_left:
             self.run(math.inf, batch)
         return self._ended.get(batch, -math.inf) if batch is not None else max(self._ended.values(), default=-math.inf)
@@ -176,10 +178,11 @@ class _Engine:
 
 
 def simulate(load: Workload, mode: AsynchronyConfig, num_steps: int | None = None, seed: int = 0) -> Simulated:
-    """Return how so many steps go; those before them, in which the engines get ahead, are not counted."""
+    """Return the timing of `num_steps` steps. Earlier steps, in which the engines get ahead, do not count."""
     counted = num_steps or max(_MIN_STEPS, min(_MAX_STEPS, _MAX_ROWS // load.samples // _MIN_STEPS * _MIN_STEPS))
     first = 2 + mode.ahead
-    gate = Gate(mode.ahead, first + counted + mode.ahead)  # the end of a run, when engines have no more to do, is later
+    # end the run later, so that the engines never run out of work
+    gate = Gate(mode.ahead, first + counted + mode.ahead)
     engines = [_Engine(load) for _ in range(load.num_engines)]
     in_flight = mode.weights == "in_flight"
 
@@ -203,7 +206,7 @@ def simulate(load: Workload, mode: AsynchronyConfig, num_steps: int | None = Non
         trained_s += now - begin
         marks.append((now, sum(engine.busy_s for engine in engines), trained_s))
     marks = marks[first - 2 :]
-    total, busy, training = (last - before for last, before in zip(marks[-1], marks[0], strict=True))
+    total, busy, training = (last - earlier for last, earlier in zip(marks[-1], marks[0], strict=True))
     ages = sum((engine.ages[number] for engine in engines for number in engine.ages if number >= first), Counter[int]())
     return Simulated(
         step_s=tuple(end - begin for (begin, *_), (end, *_) in pairwise(marks)),
@@ -214,7 +217,7 @@ def simulate(load: Workload, mode: AsynchronyConfig, num_steps: int | None = Non
 
 
 def _train(load: Workload, engines: list[_Engine], begin: float) -> float:
-    """Return when training ends that begins now; engines generate up to then."""
+    """Return the end of a training phase that begins at `begin`. Engines generate until then."""
     for engine in engines:
         engine.run(begin)
     busy_s, end = sum(engine.busy_s for engine in engines), begin + load.train_s
@@ -228,7 +231,7 @@ def _train(load: Workload, engines: list[_Engine], begin: float) -> float:
 
 
 def _deal(load: Workload, engines: list[_Engine], now: float, number: int, chance: random.Random) -> None:
-    """Give each sample of a batch to the engine that has fewest."""
+    """Give each sample of a batch to the engine with the fewest samples."""
     for engine in engines:
         engine.at_s = max(engine.at_s, now)
     heap = [(engine.num_left, place) for place, engine in enumerate(engines)]
@@ -240,26 +243,26 @@ def _deal(load: Workload, engines: list[_Engine], now: float, number: int, chanc
         heapq.heapreplace(heap, (num_left + 1, place))
 
 
-# --- of a configuration -----------------------------------------------------------------------------------------------
+# --- for a configuration ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AsynchronyPlan:
-    """What a configuration gains by not waiting."""
+    """Gain of a configuration from asynchrony."""
 
     shared: Simulated | None
-    """Synchronous, engines and actor in turns on all of their devices; None where that is no configuration, or does not
-    fit."""
+    """Synchronous run in which engines and actor take turns on all of their devices. None if this is not a valid
+    configuration or does not fit."""
     synchronous: Simulated
     asynchronous: Simulated
     generation_s: float
-    """Of a batch, where the trainer takes no time."""
+    """Seconds of a batch if training takes no time."""
     training_s: float
     push_s: float
 
     @property
     def bound_s(self) -> float:
-        """Return what a step cannot undercut."""
+        """Return the lower bound of a step's time."""
         return max(self.generation_s, self.training_s) + self.push_s
 
 
@@ -283,20 +286,20 @@ def workload(subject: PlanInput, lengths: Lengths) -> Workload:
         push_s=phases["weights"],
         drain_every=config.sync.probe_every,
     )
-    each = min(load.samples * _MIN_STEPS // _MAX_ROWS, load.samples // load.num_engines // _MIN_ENGINE_ROWS)
-    return coarsened(load, max(1, each))
+    size = min(load.samples * _MIN_STEPS // _MAX_ROWS, load.samples // load.num_engines // _MIN_ENGINE_ROWS)
+    return coarsened(load, max(1, size))
 
 
-def coarsened(load: Workload, each: int) -> Workload:
-    """Return the same with rows that stand for so many each, which is as many times as fast to simulate."""
+def coarsened(load: Workload, size: int) -> Workload:
+    """Return a workload whose rows each represent several rows, which is proportionally faster to simulate."""
     decode_s = load.decode_s
     return replace(
         load,
-        samples=load.samples // each,
-        rows=max(1, load.rows // each),
-        decode_s=lambda rows, context: decode_s(rows * each, context),
-        prompt_s=load.prompt_s * each,
-        token_s=load.token_s * each,
+        samples=load.samples // size,
+        rows=max(1, load.rows // size),
+        decode_s=lambda rows, context: decode_s(rows * size, context),
+        prompt_s=load.prompt_s * size,
+        token_s=load.token_s * size,
     )
 
 
@@ -315,7 +318,7 @@ def plan_asynchrony(subject: PlanInput, lengths: Lengths) -> AsynchronyPlan:
 
 
 def planned_mode(config: Config) -> AsynchronyConfig:
-    """Return how samples are drawn ahead, with what becomes of caches where that is left to mrl."""
+    """Return the asynchrony settings, with the cache policy resolved if mrl chooses it."""
     return replace(config.asynchrony, cache=cache_in_flight(config))
 
 
@@ -331,9 +334,10 @@ def _shared(subject: PlanInput) -> PlanInput | None:
 
 
 def faster_split(subject: PlanInput, lengths: Lengths, than_s: float) -> tuple[float, Changes] | None:
-    """Return the fastest other way to divide the devices of engines and actor, whose layouts stay, with its seconds.
+    """Return the fastest other division of the devices between engines and actor, with its seconds. The layouts stay
+    the same.
 
-    Those that look fastest by the sums of their phases are simulated.
+    The divisions with the lowest sums of phases are simulated.
     """
     placement, mode = subject.config.placement, planned_mode(subject.config)
     engines, actor = rollout_pool(subject.config), placement.roles["actor"]
@@ -347,10 +351,10 @@ def faster_split(subject: PlanInput, lengths: Lengths, than_s: float) -> tuple[f
             phases = {phase.name: phase.seconds for phase in plan_time(varied, lengths).phases}
             rest = sum(phases.values()) - phases["rollout"] - phases["weights"]
             by_bound.append((max(phases["rollout"], rest) + phases["weights"], part, changes, varied))
-    by_bound.sort(key=lambda each: each[:2])
+    by_bound.sort(key=lambda entry: entry[:2])
     simulated = [
         (simulate(workload(varied, lengths), mode).seconds, part, changes)
         for _, part, changes, varied in by_bound[:_SIMULATED_SPLITS]
     ]
-    seconds, _, changes = min(simulated, key=lambda each: each[:2], default=(math.inf, 0, {}))
+    seconds, _, changes = min(simulated, key=lambda entry: entry[:2], default=(math.inf, 0, {}))
     return (seconds, changes) if seconds < than_s else None

@@ -1,7 +1,7 @@
-"""Sizes of published models, as their `config.json` gives them: a plan needs no download.
+"""Sizes of published models from their `config.json`, so that a plan needs no download.
 
-The entries hold what planning reads. They go through the same reader as a real file; a `config.json` in a directory or
-in the hub's cache always comes first.
+The entries contain only what planning reads, and go through the same reader as a real file. A `config.json` in a
+directory or in the hub's cache takes precedence.
 """
 
 from __future__ import annotations
@@ -88,19 +88,18 @@ _SAME_SIZES = {
     "DeepSeek-R1-Distill-Qwen-": "Qwen2.5-",
     "DeepSeek-R1-0528-Qwen3-": "Qwen3-",
 }
-"""How names begin, and those of other models which differ in nothing that planning reads."""
+"""Prefix of a model name -> prefix of another model with the same sizes."""
 _EXPERT_SIZES = {"Qwen3-30B-A3B": 768, "Qwen3-235B-A22B": 1536}
 _VARIANT = re.compile(r"(-(instruct|base|chat|thinking|hf|v?\d[\d.]*))*", re.IGNORECASE)
 
 
 def model_spec(model: str) -> ModelSpec:
-    """Return the sizes of a model: of a directory or what the hub's cache has, else of a published model by its
-    name."""
+    """Return the sizes of a model: from a directory or the hub's cache, or else of a published model with that name."""
     return spec_of(_config_of(model))
 
 
 def model_values(model: str) -> Mapping[str, Any]:
-    """Return what the `config.json` of a model holds, of a published one as far as it is known here."""
+    """Return the contents of a model's `config.json`; for a published model, the part that is known here."""
     return _config_of(model).values
 
 
@@ -112,13 +111,13 @@ def _config_of(model: str) -> HfConfig:
     if (known := _known(name)) is not None:
         return HfConfig(known_config(known), known)
     raise ModelError(
-        f'"{model}" is neither a directory with a config.json nor a model whose sizes are known here',
-        fix=f"--model DIRECTORY, one that has the model's config.json; or --model NAME ({did_you_mean(name, _SIZES)})",
+        f'"{model}" is not a directory with a config.json, and not a published model with known sizes',
+        fix=f"--model DIRECTORY, with the model's config.json; or --model NAME ({did_you_mean(name, _SIZES)})",
     )
 
 
 def _known(name: str) -> str | None:
-    """Return the entry whose sizes the model of this name has, if any has."""
+    """Return the entry with the same sizes as the named model, or None."""
     for known in _SIZES:
         if name.lower().startswith(known.lower()) and _VARIANT.fullmatch(name[len(known) :]):
             return known
@@ -129,7 +128,7 @@ def _known(name: str) -> str | None:
 
 
 def known_config(name: str) -> dict[str, Any]:
-    """Return what a `config.json` of that model would hold, as far as planning reads it."""
+    """Return the parts of the model's `config.json` that planning reads."""
     family, sizes = _SIZES[name]
     own = {"moe_intermediate_size": _EXPERT_SIZES[name]} if name in _EXPERT_SIZES else {}
     return {

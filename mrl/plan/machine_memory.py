@@ -1,8 +1,9 @@
-"""What a run takes of a machine's memory where devices are CPU slots, counted from below and from above.
+"""Memory of a machine whose devices are CPU slots: a lower and an upper bound.
 
-Below is what is there for certain: parts of models, what a step keeps for backward, an engine's weights and cache, and
-what libraries take in an idle process. Above adds what allocators keep between blocks, and what is seldom all used.
-Engines do not sleep on a CPU, and every role gives back after its phase, so the fullest phase is one role at work.
+The lower bound counts what certainly exists: parts of models, what a step keeps for backward, an engine's weights and
+cache, and libraries in an idle process. The upper bound adds what allocators keep between blocks, and memory that is
+rarely all used. Engines do not sleep on a CPU, and every role frees memory after its phase, so the peak is a phase with
+one role at work.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from mrl.plan.plan_input import PlanInput, Planned, model_specs
 from mrl.plan.search import Changes, activation_ladders, smallest_changes
 
 _MIN_SAMPLES = 4
-"""Of full length, that a cache which is proposed holds."""
+"""Samples of full length that a proposed cache must hold."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """Processes that are alike, at work."""
+    """Identical processes and their memory."""
 
     name: str
     count: int
     held: int
-    """Bytes that each has all the time."""
+    """Bytes that each process always holds."""
     work: int
-    """And in its phase."""
+    """Additional bytes in its phase."""
     spare: int
-    """And perhaps: in its phase, or an engine always."""
+    """Possible additional bytes: in its phase, or always for an engine."""
 
     @property
     def most(self) -> int:
@@ -47,23 +48,23 @@ class Processes:
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """A node of a run on CPU slots; the mean of its nodes where there are several."""
+    """Memory of a node of a run on CPU slots; the mean if there are several nodes."""
 
     processes: tuple[Processes, ...]
     fullest: str
-    """The role whose phase takes the most."""
+    """Role whose phase needs the most memory."""
     min_bytes: int
     max_bytes: int
 
     def lines(self) -> Iterator[str]:
-        for each in self.processes:
-            number = f"{each.count} x " if each.count > 1 else ""
-            at_work = f" (at work {gib(each.most)})" if each.most > each.held else ""
-            yield f"{each.name} {number}{gib(each.held)}{at_work}"
+        for process in self.processes:
+            number = f"{process.count} x " if process.count > 1 else ""
+            at_work = f" (at work {gib(process.most)})" if process.most > process.held else ""
+            yield f"{process.name} {number}{gib(process.held)}{at_work}"
 
 
 def machine_plan_input(config: AnyConfig, usable_bytes: int, model: str | None = None) -> Planned[Any]:
-    """Return a configuration with a machine as its device, of which nothing is known but its memory."""
+    """Return a configuration with a machine as its device, of which only the memory is known."""
     device = Hardware("this machine", usable_bytes, 0.0, 0.0, 0.0, 0.0, 0.0)
     subject: Planned[Any] = Planned(config, model_specs(config, model), device)
     subject.check_layouts()
@@ -71,7 +72,7 @@ def machine_plan_input(config: AnyConfig, usable_bytes: int, model: str | None =
 
 
 def plan_machine(subject: Planned[Any]) -> MachinePlan:
-    """Return what the processes of a node take together."""
+    """Return the memory of all processes of a node."""
     config: AnyConfig = subject.config
     roles = [_ranks(subject, role) for role in subject.specs]
     copies = sum(
@@ -86,14 +87,14 @@ def plan_machine(subject: Planned[Any]) -> MachinePlan:
     ]
     processes = (*roles, *rest)
     fullest = max(roles, key=lambda role: role.count * (role.work + role.spare))
-    least = sum(each.count * each.held for each in processes) + fullest.count * fullest.work
-    most = least + sum(each.count * each.spare for each in (fullest, *rest))
+    least = sum(process.count * process.held for process in processes) + fullest.count * fullest.work
+    most = least + sum(process.count * process.spare for process in (fullest, *rest))
     used = min(config.cluster.nodes, -(-sum(config.placement.pools.values()) // config.cluster.devices_per_node))
     return MachinePlan(processes, fullest.name, least // used, most // used)
 
 
 def advise_machine(subject: PlanInput, left_bytes: int) -> Changes | None:
-    """Return the smallest change with which a run takes no more than is left, whatever allocators keep."""
+    """Return the smallest change with which a run fits into the remaining memory, including allocator overhead."""
 
     def fitting(varied: PlanInput) -> MachinePlan | None:
         plan = plan_machine(varied)
@@ -103,13 +104,13 @@ def advise_machine(subject: PlanInput, left_bytes: int) -> Changes | None:
 
 
 def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
-    """Yield kinds of change, those that cost least first; of each kind the steps, the smallest first."""
+    """Yield kinds of change, cheapest first, each with its steps, smallest first."""
     config = subject.config
     yield [{"sync.offload": False}]
     engine = engine_memory(config, subject.specs["actor"], subject.hardware)
     caches = [min(engine.cache_bytes, 8_000_000_000) // part for part in (2, 4, 8, 16)]
     fewest = _MIN_SAMPLES * engine.sample_bytes
-    yield [{"rollout.vllm.kv_cache_memory_bytes": each} for each in caches if each >= fewest]
+    yield [{"rollout.vllm.kv_cache_memory_bytes": size} for size in caches if size >= fewest]
     yield from activation_ladders(subject)
     yield [{"rollout.replicas": fewer} for fewer in range(num_engines(config) - 1, 0, -1)]
     pools = config.placement.pools.items()
@@ -117,10 +118,10 @@ def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
 
 
 def _ranks(subject: Planned[Any], name: str) -> Processes:
-    """Return the ranks of a role; of pipeline stages that differ, the mean, for each has as many ranks."""
+    """Return the ranks of a role. If pipeline stages differ, return their mean: all have the same number of ranks."""
     config: AnyConfig = subject.config
     share, model = role_batch(config, name), config.model_roles()[name]
-    # Fewer tokens than that are never there at once, whatever a micro-batch might hold.
+    # At least this many tokens are never present at once, even if more fit into a micro-batch.
     tokens = min(model.max_tokens_per_device, share.samples_per_rank * share.longest_sample_tokens // model.parallel.cp)
     stages = role_stages(subject.with_changes_unchecked({f"{name}.max_tokens_per_device": tokens}), name)
     num_copies, copied, buckets = int(name == "actor" and has_reference(config)), False, 0
@@ -129,11 +130,11 @@ def _ranks(subject: Planned[Any], name: str) -> Processes:
         copied = turns and config.placement.roles[name] == config.placement.roles["actor"]
         buckets = _bucket_bytes(subject) * (name == "actor")
     else:
-        num_copies *= 2  # the frozen weights, and room for the policy's while those are in their place
+        num_copies *= 2  # the frozen weights, and space for the policy's while the frozen ones are in use
     held, work = 0, 0
     for stage in stages:
         weights = stage.weights
-        host = (weights.parameters + weights.optimizer) * copied  # kept for the next time that they leave
+        host = (weights.parameters + weights.optimizer) * copied  # kept for the next time they are moved off
         held += weights.total + host + weights.parameters * num_copies
         work += sum(item.num_bytes for item in stage.train or stage.score)
     held, work = held // len(stages), work // len(stages)
@@ -144,16 +145,17 @@ def _ranks(subject: Planned[Any], name: str) -> Processes:
 def _engines(subject: PlanInput) -> Processes:
     config, spec = subject.config, subject.specs["actor"]
     parts = {name: num_bytes for name, num_bytes, _ in engine_memory(config, spec, subject.hardware).parts}
-    tp, space = config.rollout.tp, int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * GIB  # which vLLM puts first
+    # vLLM prefers this variable
+    tp, space = config.rollout.tp, int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * GIB
     cache = (space or parts["cache"]) * (config.rollout.engine == "vllm")
     held = tp * (parts["weights"] + cache) + (tp + (tp > 1)) * ASSUMPTIONS.cpu_engine_bytes
-    packed = spec.vocab * spec.hidden * ITEM_BYTES[config.actor.dtype] * spec.tied  # the head, once more
+    packed = spec.vocab * spec.hidden * ITEM_BYTES[config.actor.dtype] * spec.tied  # a second copy of the head
     spare = tp * (parts["work space"] + _bucket_bytes(subject)) + packed
     return Processes("engines", num_engines(config), held, 0, spare)
 
 
 def _bucket_bytes(subject: PlanInput) -> int:
-    """Return what of the buckets that weights travel in one of the two sides may still have."""
+    """Return the size of the transfer buckets that one of the two sides may still hold."""
     config = subject.config
     elements, _ = engine_elements(subject.specs["actor"], config.rollout.tp)
     return min(config.sync.bucket_bytes, elements * ITEM_BYTES[config.actor.dtype])

@@ -1,7 +1,8 @@
-"""READ THIS FIRST. What every role has on a device in every phase of a step, and whether it fits.
+"""READ THIS FIRST. Memory of every role on a device in every phase of a step, and whether it fits.
 
-The phases of a pool follow `HybridEngine`: before the engines take weights the actor gives up gradients and optimizer,
-before they generate its parameters too; afterwards they sleep. Other roles on the same devices leave them for as long.
+The phases of a pool follow `HybridEngine`. Before the engines take weights, the actor frees gradients and optimizer;
+before they generate, also its parameters. Afterwards the engines sleep. Other roles on the same devices are moved off
+meanwhile.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from mrl.plan.weights import WeightBytes, stage_weights
 from mrl.rollout.capacity import engine_capacity, planned_demand
 
 RESERVE = "CUDA and NCCL"
-_SLOT_SHARE = 0.75  # of the memory for two buckets, as the reshard divides it
+_SLOT_SHARE = 0.75  # share of the memory of two buckets, as the reshard divides it
 _ORIGINS = {
     "parameters": "Megatron's flat buffers, padding included",
-    "gradients": "of the same elements, in float32 unless ddp.grad_reduce_in_fp32 is false",
+    "gradients": "for the same elements, in float32 unless ddp.grad_reduce_in_fp32 is false",
     "optimizer": "float32 weights and Adam's two moments of the elements that the rank owns",
 }
 
@@ -49,13 +50,13 @@ def head_of(role: str) -> Head:
 
 
 def scoring_phase(role: str) -> str:
-    """Return what the phase is called in which a role runs without learning."""
+    """Return the name of the phase in which a role runs without learning."""
     return {"actor": "log-probs", "critic": "values"}.get(role) or role.replace("_", " ")
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something on a device, and where its number comes from."""
+    """One part of a device's memory, and the origin of its number."""
 
     role: str
     what: str
@@ -78,7 +79,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class MemoryShortfall:
-    """A phase that cannot be."""
+    """A phase that does not fit."""
 
     phase: Phase
     what: str
@@ -87,7 +88,7 @@ class MemoryShortfall:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All phases, the engines' cache, and what stands on the host."""
+    """All phases, the engines' cache, and the memory of the host."""
 
     hardware: Hardware
     phases: tuple[Phase, ...]
@@ -100,8 +101,8 @@ class MemoryPlan:
 
     @property
     def shortages(self) -> list[MemoryShortfall]:
-        """Return what does not fit, the worst first; empty where all does."""
-        found = [
+        """Return the phases that do not fit, worst first."""
+        shortages = [
             MemoryShortfall(phase, "does not fit on the device", phase.num_bytes - self.hardware.memory_bytes)
             for phase in self.phases
             if phase.num_bytes > self.hardware.memory_bytes
@@ -109,9 +110,9 @@ class MemoryPlan:
         engine = self.engine
         if engine.cache_bytes < engine.sample_bytes:
             rollout = next(phase for phase in self.phases if phase.name == "rollout")
-            what = "leaves the engine's cache no room for one sample of full length"
-            found.append(MemoryShortfall(rollout, what, engine.sample_bytes - engine.cache_bytes))
-        return sorted(found, key=lambda shortage: -shortage.num_bytes)
+            what = "leaves no room in the engine's cache for one sample of full length"
+            shortages.append(MemoryShortfall(rollout, what, engine.sample_bytes - engine.cache_bytes))
+        return sorted(shortages, key=lambda shortage: -shortage.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -122,35 +123,37 @@ class Role:
     stage: int
     weights: WeightBytes
     train: tuple[Item, ...]
-    """What a training step has beside the weights; nothing where the role is frozen."""
+    """Memory of a training step in addition to the weights. Empty if the role is frozen."""
     score: tuple[Item, ...]
-    """What a forward pass has beside the weights."""
+    """Memory of a forward pass in addition to the weights."""
     process: int
-    """What the process takes for itself."""
+    """Memory of the process itself."""
 
     def held(self, *parts: str) -> Iterator[Item]:
-        """Yield those of parameters, gradients and optimizer state."""
+        """Yield the given parts of parameters, gradients and optimizer state."""
         for part in parts:
-            if num_bytes := getattr(self.weights, part):  # a frozen role has parameters alone
+            if num_bytes := getattr(self.weights, part):  # a frozen role has only parameters
                 yield Item(self.name, part, num_bytes, f"{_ORIGINS[part]}, stage {self.stage}")
 
     def all_items(self) -> Iterator[Item]:
-        """Yield all three, and what the process takes for itself."""
+        """Yield all three, and the memory of the process itself."""
         yield from self.held("parameters", "gradients", "optimizer")
         yield self.reserve()
 
     @property
     def alone_bytes(self) -> int:
-        """Return what its work takes if nobody else is on the device."""
+        """Return the memory of the role's work if it is alone on the device."""
         return sum(item.num_bytes for item in (*self.all_items(), *(self.train or self.score)))
 
     def reserve(self) -> Item:
         return Item(self.name, RESERVE, self.process, "assumed, by its groups and their peers")
 
     def build(self) -> Iterator[Item]:
-        """Yield what is there while Megatron makes its buffers: the model's own parameters are there as well."""
+        """Yield the memory while Megatron builds its buffers. The model's own parameters exist at the same time."""
         yield from self.held("parameters", "gradients")
-        yield Item(self.name, "parameters", self.weights.parameters, "the model's own, until they lie in the buffers")
+        yield Item(
+            self.name, "parameters", self.weights.parameters, "the model's own, until they are moved to the buffers"
+        )
         yield self.reserve()
 
 
@@ -159,14 +162,14 @@ Stages = dict[str, tuple[Role, ...]]
 
 
 def plan_memory(subject: PlanInput, stages: Stages | None = None) -> MemoryPlan:
-    """Return the plan of a configuration; `stages` may hold what `role_stages` gave for each of its roles."""
+    """Return the plan of a configuration. `stages` may contain the results of `role_stages` for each role."""
     config, hardware = subject.config, subject.hardware
     engine = engine_memory(config, subject.specs["actor"], hardware)
     stages = stages or {role: role_stages(subject, role) for role in subject.specs}
     phases = []
     for pool, size in config.placement.pools.items():
         here = [name for name in stages if config.placement.roles[name] == pool]
-        # Which stages of the roles meet on a device: ranks are in the order of stages.
+        # Find which stages of the roles share a device. Ranks are in the order of stages.
         meetings = {tuple(stages[name][rank * len(stages[name]) // size] for name in here) for rank in range(size)}
         by_place = [list(_phases(config, pool, roles, engine)) for roles in meetings]
         phases += [max(same, key=lambda phase: phase.num_bytes) for same in zip(*by_place, strict=True)]
@@ -174,15 +177,15 @@ def plan_memory(subject: PlanInput, stages: Stages | None = None) -> MemoryPlan:
 
 
 def update_phase(subject: Planned[Any]) -> Phase:
-    """Return an update of supervised training on the fullest GPU; one model shares its devices with nobody."""
+    """Return an update of supervised training on the fullest GPU. The model does not share its devices."""
     pool, stages = subject.config.placement.roles["actor"], role_stages(subject, "actor")
     phases = [Phase("train", pool, (*role.all_items(), *role.train)) for role in stages]
     return max(phases, key=lambda phase: phase.num_bytes)
 
 
 def reference_host_bytes(subject: Planned[Any]) -> int:
-    """Return what the reference of supervised training takes of a machine's own memory: frozen weights, and room for
-    the policy's while those are in their place; none where its log-probs are computed once."""
+    """Return the host memory of the reference in supervised training: the frozen weights, and space for the policy's
+    while the frozen ones are in use. It is 0 if its log-probs are computed once."""
     config: AnyConfig = subject.config
     per_rank = 2 * max(role.weights.parameters for role in role_stages(subject, "actor")) * has_reference(config)
     return per_rank * _ranks_of_a_machine(config)
@@ -194,14 +197,15 @@ def role_stages(subject: Planned[Any], role: str) -> tuple[Role, ...]:
 
 
 def _divergence(subject: PlanInput) -> Iterator[Item]:
-    """Yield what a divergence from a teacher takes: the head's work again, and the teacher's columns of each tile."""
+    """Yield the memory of a divergence from a teacher: the head's work again, and the teacher's columns of each
+    tile."""
     config, distillation = subject.config, subject.config.algorithm.distillation
     if distillation is None or distillation.form not in ("top_k", "full"):
         return
     is_full = distillation.form == "full"
     head_of = partial(head_bytes, model=config.actor, head="lm", device=config.cluster.device)
     teacher = head_of(subject.specs["teacher" if is_full else "actor"], backward=is_full)
-    origin = "the head once more, and as much of the teacher" + ("'s, its output matrix included" if is_full else "")
+    origin = "the head again, and as much for the teacher" + ("'s, its output matrix included" if is_full else "")
     yield Item("actor", "divergence", head_of(subject.specs["actor"], backward=True) + teacher, origin)
 
 
@@ -214,7 +218,7 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
     mesh = role_mesh(config, name)
     held = stage_weights(spec, model, mesh, head, stage)
     kept = stage_activations(spec, model, stage, batch.max_micro_batches, device)
-    layer_origin = "made again, its gradients, gathered sequences, and the gradient of the largest parameter"
+    layer_origin = "recomputed tensors, gradients, gathered sequences, and the gradient of the largest parameter"
     backward = [[item("layer at work", kept.at_work + held.largest_parameter, layer_origin)]]
     forward = [[item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]]
     if stage == model.parallel.pp - 1:
@@ -222,7 +226,7 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
         more = _divergence(subject) if name == "actor" and isinstance(config, Config) else ()
         backward.append([item("head", scored(backward=True), origin), *more])
         forward.append([item("head", scored(backward=False), origin)])
-    # Head and layers never work at the same moment.
+    # Head and layers never work at the same time.
     train, score = (max(works, key=_total) for works in (backward, forward))
     train = [item("activations", kept.kept, f"{tokens}, stage {stage}"), *train]
     return Role(
@@ -235,17 +239,17 @@ def _total(items: Iterable[Item]) -> int:
 
 
 def process_bytes(mesh: Mesh) -> int:
-    """Return what a trainer process takes for itself: CUDA, its libraries, and NCCL's buffers."""
+    """Return the memory of a trainer process itself: CUDA, its libraries, and NCCL's buffers."""
     sizes = (mesh.world_size, mesh.tp, mesh.cp, mesh.dp, mesh.pp, mesh.ep, mesh.etp)
     num_groups = sum(size > 1 for size in sizes)
-    # Experts exchange tokens with all others, and the reshard slices with the ranks of a whole model.
+    # Experts exchange tokens with all other expert ranks, the reshard slices with the ranks of a whole model.
     peers = (mesh.ep * mesh.etp - 1) + (min(mesh.world_size, mesh.pp * max(mesh.tp, mesh.ep * mesh.etp)) - 1)
     at = ASSUMPTIONS
     return at.process_bytes + num_groups * at.communicator_bytes + peers * at.peer_bytes
 
 
 def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMemory) -> Iterator[Phase]:
-    """Yield the phases of a pool where these roles meet."""
+    """Yield the phases of a pool on which these roles are placed."""
     everything = [item for role in roles for item in role.all_items()]
     awake = [Item("rollout", *part) for part in engine.parts]
     while_taking, while_generating, while_scoring, beside = everything, everything, everything, awake
@@ -253,23 +257,25 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
         actors = [role for role in roles if role.name == "actor"]
         while_generating = [role.reserve() for role in roles]
         models = [role for role in roles if role.name in config.scoring_models()]
-        if actors:  # in the middle of a rollout, while engines sleep and all others are away
+        if actors:  # in the middle of a rollout, while engines sleep and all other roles are moved off
             while_scoring = [*while_generating, *(item for role in models for item in role.held("parameters"))]
         while_taking = [*while_generating, *(item for role in actors for item in role.held("parameters"))]
         beside = [item for item in awake if item.what == RESERVE]  # asleep
     for number, role in enumerate(roles):
         if role.train:
-            before = [item for other in roles[:number] for item in other.all_items()]
-            yield Phase(f"build {role.name}", pool, (*before, *role.build()))
+            earlier = [item for other in roles[:number] for item in other.all_items()]
+            yield Phase(f"build {role.name}", pool, (*earlier, *role.build()))
     buckets = Item("rollout", "buckets", engine.bucket_bytes, "twice sync.bucket_bytes, or two of the largest tensor")
     if has_own_rollout_pool(config) and rollout_pool(config) == pool:
-        origin = "assumed, of the process that takes weights"
+        origin = "assumed, for the process that receives weights"
         receiver = Item("rollout", "receiver", ASSUMPTIONS.receiver_bytes, origin)
         yield Phase("weights", pool, (*awake, receiver, buckets))
         yield Phase("rollout", pool, (*awake, receiver))
     elif rollout_pool(config) == pool:
         taking = [item for item in awake if item.what in ("weights", RESERVE)] if config.sync.offload else awake
-        counts = Item("rollout", "counts", engine.count_bytes, "of tokens, by sequence, in the pool of the weights")
+        counts = Item(
+            "rollout", "counts", engine.count_bytes, "token counts per sequence, in the memory pool of the weights"
+        )
         yield Phase("weights", pool, (*while_taking, *taking, counts, buckets))
         yield Phase("rollout", pool, (*while_generating, *awake))
     else:
@@ -285,14 +291,14 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
 
 
 def _host_bytes(config: Config, stages: Stages) -> int:
-    """Return the fullest machine's memory of roles that take turns with the engines, of the reference, and of the
-    checkpoint that is being written."""
+    """Return the peak host memory: roles that take turns with the engines, the reference, and the checkpoint being
+    written."""
     takes_turns, pools = config.sync.offload and not has_own_rollout_pool(config), config.placement.roles
     per_rank = max(role.weights.parameters for role in stages["actor"]) if has_reference(config) else 0
-    for name, of_role in stages.items():
-        per_rank += max(role.weights.checkpoint for role in of_role)
+    for name, role_at_stages in stages.items():
+        per_rank += max(role.weights.checkpoint for role in role_at_stages)
         if takes_turns and pools[name] == pools["actor"]:
-            per_rank += max(role.weights.parameters + role.weights.optimizer for role in of_role)
+            per_rank += max(role.weights.parameters + role.weights.optimizer for role in role_at_stages)
     return per_rank * _ranks_of_a_machine(config)
 
 
@@ -309,23 +315,23 @@ def gib(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One device of an engine."""
+    """Memory of one device of an engine."""
 
     parts: tuple[tuple[str, int, str], ...]
-    """What, bytes and origin."""
+    """(name, bytes, origin) of each part."""
     cache_bytes: int
     token_bytes: int
-    """Keys and values of one token on one device."""
+    """Bytes of the keys and values of one token on one device."""
     sample_bytes: int
-    """Of a sample of full length."""
+    """Bytes of a sample of full length."""
     max_sequences: int
-    """That vLLM runs at a time."""
+    """Sequences that vLLM runs at a time."""
     max_tokens: int
-    """That vLLM computes in one step."""
+    """Tokens that vLLM computes in one step."""
     bucket_bytes: int
-    """On both sides while weights come in."""
+    """Bytes on both sides while weights arrive."""
     count_bytes: int
-    """Of what the sampler counts for penalties, which vLLM keeps with the weights."""
+    """Bytes of the token counts that the sampler keeps for penalties, in the memory pool of the weights."""
 
     @property
     def cache_tokens(self) -> int:
@@ -333,7 +339,7 @@ class EngineMemory:
 
     @property
     def full_samples(self) -> int:
-        """Return the samples of full length that an engine works on at a time."""
+        """Return the samples of full length that an engine can process at a time."""
         return min(max(0, self.cache_bytes) // self.sample_bytes, self.max_sequences)
 
 
@@ -342,11 +348,11 @@ def rollout_pool(config: Config) -> str:
 
 
 def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> EngineMemory:
-    """Return what vLLM takes, and what it leaves for its cache."""
-    rollout, given = config.rollout, config.rollout.vllm
+    """Return the memory that vLLM needs, and what remains for its cache."""
+    rollout, options = config.rollout, config.rollout.vllm
     EngineSizes(rollout.tp).check(spec)
     if num_engines(config) < 1:
-        raise PlacementError(f"no engine of {rollout.tp} devices fits on the devices that it may use")
+        raise PlacementError(f"no engine with {rollout.tp} devices fits on its devices")
     demand = planned_demand(config, spec, hardware.memory_bytes)
     capacity, item, reserve = engine_capacity(demand), demand.item_bytes, ASSUMPTIONS.engine_reserve_bytes
     sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
@@ -354,13 +360,13 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     held = f"{elements:,} elements of a worker at tp {rollout.tp}, {item} bytes each"
     work = demand.work_bytes(sequences, tokens)
     cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"
-    if given.get("kv_cache_memory_bytes") is None:
+    if options.get("kv_cache_memory_bytes") is None:
         origin = f"gpu_memory_utilization {demand.utilization:g} of the device, less the above"
     return EngineMemory(
         parts=(
             ("weights", demand.weight_bytes, held),
-            ("work space", work, f"{tokens} tokens of a prefill, three copies of logits of {sequences} sequences"),
-            (RESERVE, reserve, "assumed, of an engine's process, its captured graphs included"),
+            ("work space", work, f"{tokens} tokens of a prefill, three copies of the logits of {sequences} sequences"),
+            (RESERVE, reserve, "assumed, for an engine's process, including captured graphs"),
             ("cache", max(0, cache), origin),
         ),
         cache_bytes=cache,

@@ -1,4 +1,4 @@
-"""What is planned: a configuration, the models of its roles, and the devices; and variations of it."""
+"""The input of a plan: a configuration, the models of its roles, and the devices; and variations of it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NOT_MODELED = ("quantization", "enable_expert_parallel", "kv_cache_dtype")
 
 @dataclass(frozen=True)
 class Planned(Generic[AnyTyped]):
-    """A configuration with all that a plan needs to know beside it."""
+    """A configuration with everything else that a plan needs."""
 
     config: AnyTyped
     specs: dict[str, ModelSpec]
-    """The model of each role that Megatron runs."""
+    """Model of each role that Megatron runs."""
     hardware: Hardware
 
     def problems(self) -> Iterator[Problem]:
@@ -41,14 +41,14 @@ class Planned(Generic[AnyTyped]):
             yield from check_model_rules(self.config, [role], shape)
 
     def check_layouts(self) -> None:
-        """Refuse layouts that the tables cannot tell."""
+        """Raise an error for layouts that the tables do not support."""
         for role, spec in self.specs.items():
             check_layout(self.config.model_roles()[role].parallel, spec)
         if isinstance(self.config, Config):
             EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
 
     def with_changes(self, changes: Mapping[str, Any]) -> Self | None:
-        """Return the same with other values under these dotted keys; None where a rule or the model is against it."""
+        """Return a copy with these dotted keys changed, or None if a rule or the model forbids it."""
         subject = self.with_changes_unchecked(changes)
         if next(subject.problems(), None) is not None:
             return None
@@ -59,22 +59,23 @@ class Planned(Generic[AnyTyped]):
         return subject
 
     def with_changes_unchecked(self, changes: Mapping[str, Any]) -> Self:
-        """Return the same, whatever rules and models say."""
+        """Return a copy with these dotted keys changed, without any checks."""
         config = self.config
         for key, value in changes.items():
             config = _replaced(config, key.split("."), value)
         return dataclasses.replace(self, config=config)
 
     def overrides(self, changes: Mapping[str, Any]) -> str:
-        """Return changes as the command line takes them, without those that change nothing."""
+        """Return changes as command-line overrides, without redundant ones."""
         words = []
         for key, value in changes.items():
             present = _value(self.config, key.split("."))
             if isinstance(value, dict):
                 removed = dict.fromkeys(present or {})
-                pairs = ", ".join(f"{name}: {_yaml(each)}" for name, each in {**removed, **value}.items())
+                pairs = ", ".join(f"{name}: {_yaml(entry)}" for name, entry in {**removed, **value}.items())
                 words += [f'"{key}={{{pairs}}}"'] if value != present else []
-            elif value != present or key.startswith("reference."):  # which it may have from another key, that changes
+            # a reference value may be inherited from a key that changes
+            elif value != present or key.startswith("reference."):
                 words.append(f"{key}={_yaml(value)}")
         return " ".join(words)
 
@@ -85,11 +86,11 @@ PlanInput = Planned[Config]
 def make_plan_input(
     resolved: Resolved[AnyTyped], hardware_name: str | None, model: str | None = None
 ) -> Planned[AnyTyped]:
-    """Return what is planned, for these devices or those of the configuration; `model` says whose sizes to take where
-    `model.path` does not tell. Kernels are fused, as on GPUs with Transformer Engine."""
+    """Return the input of a plan, for these devices or those of the configuration. `model` sets the sizes if
+    `model.path` does not give them. Kernels are fused, as on GPUs with Transformer Engine."""
     config = resolved.config
     if config.cluster.device != "gpu":
-        wrong = Problem("", "cluster.device", "this is about GPUs, not CPU slots", "cluster.device=gpu")
+        wrong = Problem("", "cluster.device", "plans are for GPUs, not CPU slots", "cluster.device=gpu")
         raise ConfigError([resolved.located(wrong)])
     specs = model_specs(config, model)
     device = hardware(hardware_name or config.cluster.hardware or DEFAULT)
@@ -103,10 +104,10 @@ def make_plan_input(
 
 
 def not_modeled(config: Config) -> Iterator[str]:
-    """Yield settings that change memory or time in ways that are not counted."""
+    """Yield settings that change memory or time but are not modeled."""
     yield from (f"rollout.vllm.{name}" for name in _NOT_MODELED if config.rollout.vllm.get(name))
     if config.judge is not None:
-        yield "judge"  # its devices are nobody else's, and its model may be of no family known here
+        yield "judge"  # it has its own devices, and its model may be of an unknown family
 
 
 def model_specs(config: AnyConfig, model: str | None) -> dict[str, ModelSpec]:
@@ -114,7 +115,7 @@ def model_specs(config: AnyConfig, model: str | None) -> dict[str, ModelSpec]:
 
 
 def _replaced(node: AnyNode, path: Sequence[str], value: Any) -> AnyNode:
-    """Return a copy of a dataclass or dictionary with another value at the end of the path."""
+    """Return a copy of a dataclass or dictionary with a new value at the end of the path."""
     name, *rest = path
     if isinstance(node, dict):
         return cast(AnyNode, {**node, name: _replaced(node[name], rest, value) if rest else value})

@@ -1,9 +1,9 @@
-"""Other placements and layouts, by the plan's own memory and time: the smallest changes that fit, and the fastest ones.
+"""Searches for other placements and layouts by planned memory and time: the smallest changes that fit, and the fastest.
 
-`advise` tries changes of a configuration, few at once. `search` finds the fastest: the time of a step is a sum over the
-roles and the engines, and a role's part depends on its own layout and pool alone. So combinations are looked at in the
-order of these sums, and only until no later one can be faster: what is found is what trying out all of them would find.
-What binds the parts, memory and rules, is checked as combinations come up.
+`advise` tries a few changes of a configuration at a time. `search` finds the fastest. The time of a step is a sum over
+the roles and the engines, and a role's part depends only on its own layout and pool. So `search` tries combinations in
+the order of these sums, and stops when no later one can be faster: it finds what an exhaustive search would find.
+Memory and rules, which connect the parts, are checked for each combination.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NO_RECOMPUTATION = dict.fromkeys((*FULL_RECOMPUTATION, "recompute_modules"))
 
 
 def advise(subject: PlanInput, max_found: int = 4) -> list[tuple[Changes, MemoryPlan]]:
-    """Return ways to make it fit, each of as few kinds of change as any, with the plan then."""
+    """Return ways to make it fit, with the fewest kinds of change, each with the resulting plan."""
 
     def fitting(varied: PlanInput) -> MemoryPlan | None:
         plan = plan_memory(varied)
@@ -48,7 +48,7 @@ def advise(subject: PlanInput, max_found: int = 4) -> list[tuple[Changes, Memory
 def smallest_changes(
     subject: PlanInput, ladders: Iterable[list[Changes]], fitting: Callable[[PlanInput], Plan | None], max_found: int
 ) -> list[tuple[Changes, Plan]]:
-    """Return rungs of as few ladders as any that make it fit, with what `fitting` gives for them."""
+    """Return steps of the fewest ladders that make it fit, each with the result of `fitting`."""
     ladders = [ladder for ladder in ladders if any(ladder)]
     num_tried = 0
     for together in range(1, _MAX_TOGETHER + 1):
@@ -60,7 +60,7 @@ def smallest_changes(
                 varied = subject.with_changes(changes)
                 if varied is not None and (plan := fitting(varied)) is not None:
                     found.append((changes, plan))
-                    break  # the first rung that does is the smallest
+                    break  # the first step that fits is the smallest
             if len(found) == max_found or num_tried > _MAX_CHANGES_TRIED:
                 return found
         if found:
@@ -69,13 +69,13 @@ def smallest_changes(
 
 
 def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
-    """Yield kinds of change, those that cost least first; of each kind the steps, the smallest first."""
+    """Yield kinds of change, cheapest first, each with its steps, smallest first."""
     config = subject.config
     roles = config.model_roles()
     utilization = config.rollout.vllm.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
     lower = [round(utilization - 0.05 * step, 2) for step in range(1, 13)]
-    yield [{"rollout.vllm.gpu_memory_utilization": each} for each in lower if each >= 0.3]
-    yield [{"rollout.vllm.gpu_memory_utilization": each} for each in (0.7, 0.8, 0.9) if each > utilization]
+    yield [{"rollout.vllm.gpu_memory_utilization": share} for share in lower if share >= 0.3]
+    yield [{"rollout.vllm.gpu_memory_utilization": share} for share in (0.7, 0.8, 0.9) if share > utilization]
     yield [{f"{role}.parallel.sequence_parallel": True for role, model in roles.items() if model.parallel.tp > 1}]
     yield from activation_ladders(subject)
     yield [{"rollout.tp": config.rollout.tp * factor} for factor in (2, 4, 8)]
@@ -87,7 +87,7 @@ def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
 
 
 def activation_ladders(subject: PlanInput) -> Iterator[list[Changes]]:
-    """Yield smaller micro-batches, and layers that are computed again, in part or as a whole."""
+    """Yield smaller micro-batches, and partial or full recomputation of layers."""
     config = subject.config
     longest = longest_sample_tokens(config.rollout)
     shares = (0.75, 0.5, 0.25, 0.125, 0.0)
@@ -108,9 +108,9 @@ def activation_ladders(subject: PlanInput) -> Iterator[list[Changes]]:
 
 
 def _recomputations(subject: PlanInput, role: str) -> tuple[Changes, Changes, Changes]:
-    """Return Megatron's settings to keep all activations, to make a part of each layer again, and all of it."""
+    """Return Megatron's settings for no, partial and full recomputation of each layer."""
     part = "mlp"
-    if subject.specs[role].moe:  # Megatron makes the activation again only where it multiplies all experts at once
+    if subject.specs[role].moe:  # Megatron recomputes only the activation only if it multiplies all experts at once
         part = "moe_act" if subject.config.model_roles()[role].megatron.get("moe_grouped_gemm") else "moe"
     selective = NO_RECOMPUTATION | {"recompute_granularity": "selective", "recompute_modules": [part]}
     return NO_RECOMPUTATION, selective, NO_RECOMPUTATION | FULL_RECOMPUTATION
@@ -154,29 +154,29 @@ class Found:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search came to."""
+    """Result of a search."""
 
     found: tuple[Found, ...]
-    """The fastest first."""
+    """Combinations that fit, fastest first."""
     num_tried: int
     is_complete: bool
-    """Whether no combination that was not looked at can be faster."""
+    """Whether no untried combination can be faster."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A choice for one part: its section of the configuration, how to write that, and the seconds of that part."""
+    """One choice for one part: its section of the configuration, how to write it, and the seconds of that part."""
 
     seconds: float
     section: MegatronModelConfig | RolloutConfig
     changes: Changes
     stages: tuple[Role, ...] = ()
-    """Of a role with a model: what it holds."""
+    """Memory of a role with a model, at each stage."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which pools there are, who is in which, and the choices of each part, the fastest first."""
+    """The pools, their roles, and the choices for each part, fastest first."""
 
     name: str
     placed: PlanInput
@@ -185,13 +185,13 @@ class Placement:
 
 
 def search(subject: PlanInput, lengths: Lengths, max_found: int = 2) -> Result:
-    """Return the fastest few of each kind of placement that fit."""
+    """Return the fastest few combinations that fit, for each kind of placement."""
     choices = list(placements(subject, lengths))
     results = [
         _search([choice for choice in choices if choice.name == name], lengths, max_found)
         for name in dict.fromkeys(choice.name for choice in choices)
     ]
-    found = sorted((one for result in results for one in result.found), key=lambda one: one.time.seconds)
+    found = sorted((match for result in results for match in result.found), key=lambda match: match.time.seconds)
     is_complete = all(result.is_complete for result in results)
     return Result(tuple(found), sum(result.num_tried for result in results), is_complete)
 
@@ -204,13 +204,13 @@ def _search(choices: list[Placement], lengths: Lengths, max_found: int) -> Resul
         if is_complete or num_tried == _MAX_TRIED:
             return Result(tuple(found), num_tried, is_complete)
         num_tried += 1
-        if (one := try_out(placement, chosen, lengths)) is not None:
-            found = sorted([*found, one], key=lambda each: each.time.seconds)[:max_found]
+        if (match := try_out(placement, chosen, lengths)) is not None:
+            found = sorted([*found, match], key=lambda item: item.time.seconds)[:max_found]
     return Result(tuple(found), num_tried, is_complete=True)
 
 
 def try_out(placement: Placement, chosen: dict[str, Option], lengths: Lengths) -> Found | None:
-    """Return a combination with all that it takes, if it fits and is allowed."""
+    """Return a combination with its memory and time, or None if it does not fit or is not allowed."""
     sections: dict[str, Any] = {part: option.section for part, option in chosen.items()}
     subject = replace(placement.placed, config=replace(placement.placed.config, **sections))
     memory = plan_memory(subject, {part: option.stages for part, option in chosen.items() if option.stages})
@@ -221,7 +221,8 @@ def try_out(placement: Placement, chosen: dict[str, Option], lengths: Lengths) -
 
 
 def _in_order(choices: list[Placement]) -> Iterator[tuple[float, Placement, dict[str, Option]]]:
-    """Yield all combinations of all placements, by the sum of their parts' seconds, which a step cannot undercut."""
+    """Yield all combinations of all placements, ordered by the sum of their parts' seconds, a lower bound of the
+    step."""
 
     def entry(number: int, picks: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
         parts = choices[number].parts.values()
@@ -243,11 +244,11 @@ def _in_order(choices: list[Placement]) -> Iterator[tuple[float, Placement, dict
 
 
 def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
-    """Yield the four kinds: everything together; the other models apart; the engines apart; everybody apart.
+    """Yield four kinds of placement: all roles together; the other models apart; the engines apart; every role apart.
 
-    The judge keeps as many devices as it has.
+    The judge keeps its number of devices.
     """
-    config, others = subject.config, [role for role in subject.specs if role != "actor"]
+    config, other_roles = subject.config, [role for role in subject.specs if role != "actor"]
     aside = {JUDGE: role_devices(config, JUDGE)} if config.judge is not None else {}
     total = config.cluster.nodes * config.cluster.devices_per_node - sum(aside.values())
     kinds: list[tuple[str, dict[str, int], dict[str, str]]] = [
@@ -259,12 +260,12 @@ def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
             continue
         together = dict.fromkeys(subject.specs, "train")
         kinds.append(("split", {"train": part, "rollout": rest}, {**together, "rollout": "rollout"}))
-        if not others:
+        if not other_roles:
             continue
-        beside = dict.fromkeys(others, others[0])
-        kinds.append(("hybrid", {"actor": part, others[0]: rest}, {"actor": "actor", **beside}))
-        if (each := rest // (len(others) + 1)) > 0:
-            own = {"actor": part, **dict.fromkeys(others, each), "rollout": rest - each * len(others)}
+        shared = dict.fromkeys(other_roles, other_roles[0])
+        kinds.append(("hybrid", {"actor": part, other_roles[0]: rest}, {"actor": "actor", **shared}))
+        if (size := rest // (len(other_roles) + 1)) > 0:
+            own = {"actor": part, **dict.fromkeys(other_roles, size), "rollout": rest - size * len(other_roles)}
             kinds.append(("standalone", own, {name: name for name in own}))
     for name, pools, roles in kinds:
         pools, roles = pools | aside, roles | dict.fromkeys(aside, JUDGE)
@@ -273,12 +274,12 @@ def placements(subject: PlanInput, lengths: Lengths) -> Iterator[Placement]:
         parts = {role: list(_role_options(placed, role, lengths)) for role in subject.specs}
         parts["rollout"] = list(_engine_options(placed, lengths))
         for options in parts.values():
-            options.sort(key=lambda each: each.seconds)
+            options.sort(key=lambda option: option.seconds)
         yield Placement(name, placed, changes, parts)
 
 
 def _role_options(placed: PlanInput, role: str, lengths: Lengths) -> Iterator[Option]:
-    """Yield the layouts of a role on its pool, with its activations kept or computed again, in part or as a whole."""
+    """Yield the layouts of a role on its pool, with no, partial or full recomputation."""
     config, memory_bytes = placed.config, placed.hardware.memory_bytes
     devices = config.placement.pools[config.placement.roles[role]]
     for layout in _layouts(placed, placed.specs[role], role, devices):
@@ -299,7 +300,7 @@ def _layouts(placed: PlanInput, spec: ModelSpec, role: str, devices: int) -> Ite
     samples_per_update = config.batch.samples_per_update
     experts = [n for n in range(1, spec.moe.num_experts + 1) if spec.moe.num_experts % n == 0] if spec.moe else [1]
     stages = [n for n in range(1, _MAX_STAGES + 1) if spec.num_layers % n == 0]
-    # Context parallelism costs more than it brings where a sample fits without.
+    # Context parallelism costs more than it gains if a sample fits without it.
     cp = next((size for size in _SIZES if longest <= model.max_tokens_per_device * size), _SIZES[-1])
     for tp, pp, vpp, ep in product(_SIZES, stages, _CHUNKS, experts):
         if tp > here or devices % (tp * cp * pp) or devices % (ep * pp) or (vpp > 1 and pp == 1):
@@ -326,7 +327,7 @@ def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
         if devices % tp:
             continue
         fastest = float("inf")
-        for share in shares:  # a larger one that is no faster only takes memory
+        for share in shares:  # a larger share that is not faster only uses memory
             changes = {"rollout.tp": tp, "rollout.vllm.gpu_memory_utilization": share}
             subject = placed.with_changes_unchecked(changes)
             if (seconds := rollout_phase(subject, lengths).seconds) < fastest:
@@ -335,19 +336,21 @@ def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
 
 
 def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
-    """Return what to write instead where only so many machines are there."""
+    """Return what to change if only `num_nodes` machines exist."""
     cluster = resolved.config.cluster
     if not num_nodes:
-        return ["No machine is there: nothing fits."]
+        return ["No machine is available."]
     if cluster.device == "cpu":
         num_slots = num_nodes * cluster.devices_per_node
-        return [f"cluster.nodes={num_nodes} has {num_slots} CPU slots for placement.pools; a search is about GPUs."]
+        return [
+            f"cluster.nodes={num_nodes} has {num_slots} CPU slots for placement.pools; the search supports only GPUs."
+        ]
     try:
         subject = make_plan_input(resolved, None)
     except ModelError as error:
-        return [f"What fits on {num_nodes} nodes is not known: {error.what}"]
+        return [f"It is unknown what fits on {num_nodes} nodes: {error.what}"]
     lengths, device = assumed_lengths(resolved.config), subject.hardware.name
-    # Batches and layers are mostly divided by powers of two: five machines may do no better than four.
+    # Batches and layers are mostly divisible by powers of two: five machines may be no better than four.
     for nodes in [num_nodes, *(2**power for power in reversed(range(num_nodes.bit_length())) if 2**power < num_nodes)]:
         result = search(subject.with_changes_unchecked({"cluster.nodes": nodes}), lengths, max_found=1)
         if result.found:
@@ -356,8 +359,8 @@ def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
     return [f"No layout of these models fits on {num_nodes} or fewer nodes of {device}."]
 
 
-def found_lines(subject: PlanInput, wanted: Changes, result: Result) -> Iterator[str]:
-    for one in result.found:
-        rate, taken = f"{one.time.tokens_per_device_and_s:,.0f} tokens/s", gib(one.memory.fullest.num_bytes)
-        yield f"{one.placement}: {one.time.seconds:.1f} s a step, {rate} a device, {taken} at the fullest"
-        yield f"  {subject.overrides(wanted | one.changes)}"
+def found_lines(subject: PlanInput, shared: Changes, result: Result) -> Iterator[str]:
+    for match in result.found:
+        rate, taken = f"{match.time.tokens_per_device_and_s:,.0f} tokens/s", gib(match.memory.fullest.num_bytes)
+        yield f"{match.placement}: {match.time.seconds:.1f} s per step, {rate} per device, peak {taken}"
+        yield f"  {subject.overrides(shared | match.changes)}"

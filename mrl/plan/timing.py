@@ -1,6 +1,6 @@
-"""How long each phase of a step takes: work over what the devices do, with stated efficiencies.
+"""Predicted seconds of each phase of a step: work divided by the rate of the devices, with stated efficiencies.
 
-The phases of one step follow each other, so their sum is the step. Nothing is measured here.
+The phases of a step run one after another, so their sum is the step. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankTraffic:
 
 
 class ReshardTraffic:
-    """Count what a training layout and the engines of one size on the same devices exchange."""
+    """Traffic between a training layout and the engines of one size on the same devices."""
 
     def __init__(self, spec: ModelSpec, layout: ParallelConfig, mesh: Mesh, tp: int, devices_per_node: int) -> None:
         self._spec, self._mesh, self._tp, self._devices_per_node = spec, mesh, tp, devices_per_node
@@ -51,7 +51,8 @@ class ReshardTraffic:
         self._is_near = cache(self._has_copy)
 
     def received(self, rank: int) -> RankTraffic:
-        """Return what a rank receives whose device has a worker; what it holds itself is not moved."""
+        """Return the elements that a rank receives for the worker on its device. Elements that it already holds are not
+        moved."""
         link = network = 0
         for (kind, stages), count in self._groups.items():
             for _, regions in self._regions(kind, rank % self._tp, None):
@@ -66,7 +67,7 @@ class ReshardTraffic:
         return RankTraffic(link, network)
 
     def busiest(self) -> RankTraffic:
-        """Return that of the rank for which it takes longest, among the first and the last of each stage."""
+        """Return the traffic of the slowest rank, among the first and the last rank of each stage."""
         mesh, per_stage = self._mesh, self._mesh.world_size // self._mesh.pp
         ends = {rank for stage in range(mesh.pp) for rank in (stage * per_stage, (stage + 1) * per_stage - 1)}
         return max(map(self.received, ends), key=lambda traffic: (traffic.network, traffic.link))
@@ -86,7 +87,7 @@ class ReshardTraffic:
 
 
 def _groups(spec: ModelSpec, layout: ParallelConfig) -> Counter[tuple[Kind, tuple[int, ...]]]:
-    """Return how many groups of each kind the stages have; tied embeddings have two."""
+    """Return the number of groups of each kind in the stages. Tied embeddings belong to two."""
     last = layout.pp - 1
     groups: Counter[tuple[Kind, tuple[int, ...]]] = Counter()
     groups["embedding", (0, last) if spec.tied and last else (0,)] += 1
@@ -112,7 +113,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class TimedPhase:
-    """One phase of a step, and what it consists of."""
+    """One phase of a step, with its parts."""
 
     name: str
     parts: dict[str, float]
@@ -169,7 +170,7 @@ def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[Tim
 
 
 def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
-    """Return the engines' work, until the longest sample has ended."""
+    """Return the engines' work until the longest sample has ended."""
     config, spec, device = subject.config, subject.specs["actor"], subject.hardware
     engine = engine_memory(config, spec, device)
     engines, tp = num_engines(config), config.rollout.tp
@@ -177,7 +178,7 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     fits_whole = samples * lengths.whole <= engine.cache_tokens
     batch = max(1.0, min(samples, math.inf if fits_whole else rows_by_cache(engine, lengths), engine.max_sequences))
     step_s, context = decode_step(subject, engine), lengths.prompt + lengths.response / 2
-    # Those that are left at the end run on few at a time, until the longest has ended.
+    # The last remaining samples run a few at a time, until the longest has ended.
     tail_tokens = max(0.0, config.rollout.max_response_tokens - lengths.response)
     tail_s = step_s(max(1.0, ASSUMPTIONS.tail_share * batch), context)
     flops = spec.sequence_flops(math.ceil(lengths.prompt)) * samples
@@ -192,15 +193,15 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
 
 
 def rows_by_cache(engine: EngineMemory, lengths: Lengths) -> float:
-    """Return how many samples an engine's cache holds where those that run are of all ages, half grown on average."""
+    """Return how many samples fit into an engine's cache if the running samples are half grown on average."""
     return engine.cache_tokens / (lengths.prompt + lengths.response / 2)
 
 
 def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, float], float]:
-    """Return a function that gives the seconds of one token of each of so many samples with so much context: the GPU
-    reads weights and cache, multiplies and launches, or waits for the host, which schedules every sample."""
+    """Return a function of batch size and context that gives the seconds of one token for each sample. The GPU reads
+    weights and cache, multiplies and launches, or waits for the host, which schedules every sample."""
     spec, device, tp = subject.specs["actor"], subject.hardware, subject.config.rollout.tp
-    weights = next(size for what, size, _ in engine.parts if what == "weights")
+    weights = next(size for name, size, _ in engine.parts if name == "weights")
     experts, untouched = 0.0, 0.0
     if spec.moe:
         num_routed = sum(map(spec.has_experts, range(spec.num_layers)))
@@ -225,12 +226,12 @@ def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, fl
 
 
 def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> dict[str, float]:
-    """Return forward, or forward and backward with optimizer steps, of all samples of a step."""
+    """Return the seconds of a forward pass, or of forward, backward and optimizer steps, for all samples of a step."""
     config, spec, device = subject.config, subject.specs[role], subject.hardware
     model, mesh = config.model_roles()[role], role_mesh(config, role)
     num_updates = updates_per_step(config.batch) if trains else 1
     samples = samples_per_step(config.batch) * (config.batch.epochs_per_step if trains else 1)
-    # Backward takes twice the work of forward, and what is computed again is forward work once more.
+    # Backward is twice the work of forward, and recomputation adds forward work again.
     passes = 3 + _recomputed_share(spec, model) if trains else 1
     tokens, room = samples * lengths.whole, model.max_tokens_per_device * mesh.cp
     per_update = max(1, math.ceil(tokens / num_updates / mesh.dp / room))
@@ -247,7 +248,7 @@ def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> d
 
 
 def _recomputed_share(spec: ModelSpec, model: MegatronModelConfig) -> float:
-    """Return the part of a forward pass that backward makes again."""
+    """Return the share of a forward pass that is recomputed in backward."""
     granularity = model.megatron.get("recompute_granularity")
     if granularity == "selective":
         return spec.mlp_share if {"mlp", "moe"} & set(model.megatron.get("recompute_modules") or ()) else 0.0
@@ -263,8 +264,8 @@ def _layer_launches_s(subject: PlanInput, role: str) -> float:
 
 
 def _link_s_per_token(subject: PlanInput, role: str, mesh: Mesh) -> float:
-    """Return the seconds of one token forward through all layers: what tensor ranks gather and add up, the keys and
-    values that context ranks pass around, what goes from stage to stage, what experts are sent and give back."""
+    """Return the communication seconds of one token forward through all layers: tensor ranks gather and reduce, context
+    ranks exchange keys and values, stages send hidden states, and experts receive and return tokens."""
     spec, model = subject.specs[role], subject.config.model_roles()[role]
     hidden, keys = (ITEM_BYTES[model.dtype] * size for size in (spec.hidden, spec.num_kv_heads * spec.head_dim))
     tensor = 4 * hidden * (mesh.tp - 1) / mesh.tp * _s_per_byte(subject, mesh.tp)
@@ -282,17 +283,20 @@ def _link_s_per_token(subject: PlanInput, role: str, mesh: Mesh) -> float:
 
 
 def _s_per_byte(subject: PlanInput, span: int) -> float:
-    """Return the seconds of a byte among so many neighboring devices, of which those of one machine need no network."""
+    """Return the seconds per byte among `span` neighboring devices. Within a machine, no network is needed."""
     device, outside = subject.hardware, max(0, span - subject.config.cluster.devices_per_node) / span
     through = outside / device.network_bytes_per_s + (1 - outside) / device.link_bytes_per_s
     return through / ASSUMPTIONS.link_efficiency
 
 
 def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
-    """Return the seconds of one update: gradients to their owners in float32, and weights back."""
+    """Return the seconds of one update: reduction of gradients in float32 to their owners, and return of the
+    weights."""
     model = subject.config.trained_roles()[role]
-    found = buffers(subject.specs[role], model, mesh, head_of(role), 0)
-    moved = sum(buffer.num_padded * (1 - 1 / buffer.num_owners) for buffer in found) * (4 + ITEM_BYTES[model.dtype])
+    rank_buffers = buffers(subject.specs[role], model, mesh, head_of(role), 0)
+    moved = sum(buffer.num_padded * (1 - 1 / buffer.num_owners) for buffer in rank_buffers) * (
+        4 + ITEM_BYTES[model.dtype]
+    )
     return moved * _s_per_byte(subject, mesh.world_size // mesh.pp)
 
 
@@ -300,7 +304,8 @@ def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
 
 
 def _weights(subject: PlanInput) -> dict[str, float]:
-    """Return the way into the engines, and of the trainer's memory to the host and back."""
+    """Return the seconds of sending weights into the engines, and of moving the trainer's memory to the host and
+    back."""
     config, device, spec = subject.config, subject.hardware, subject.specs["actor"]
     model, mesh, tp = config.actor, role_mesh(config, "actor"), config.rollout.tp
     item = ITEM_BYTES[config.rollout.vllm.get("dtype", model.dtype)] / ASSUMPTIONS.link_efficiency

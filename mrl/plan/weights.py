@@ -1,6 +1,6 @@
-"""Bytes that parameters, gradients and optimizer state occupy: what Megatron's buffers hold, padding included.
+"""Bytes of parameters, gradients and optimizer state in Megatron's buffers, including padding.
 
-Counted from the family's table, so that it is the same arithmetic that loads weights; checked against a running engine.
+They are counted from the family's table, which also loads weights, and checked against a running engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, dense_shards
 from mrl.rounding import round_up
 
-_PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT, _WIDE_BUCKET_ALIGNMENT = 64, 128, 1 << 16  # Megatron's, in elements
+_PARAMETER_ALIGNMENT, _BUCKET_ALIGNMENT, _WIDE_BUCKET_ALIGNMENT = 64, 128, 1 << 16  # Megatron's alignments, in elements
 _MIN_BUCKET = 40_000_000
 
 
@@ -29,11 +29,11 @@ class Buffer:
     """One of Megatron's flat buffers on one rank."""
 
     num_elements: int
-    """Parameters of the rank."""
+    """Elements of the rank's parameters."""
     num_padded: int
     """Length of the buffer."""
     num_owners: int
-    """Ranks among which the distributed optimizer divides it."""
+    """Number of ranks that share it in the distributed optimizer."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class WeightBytes:
     parameters: int
     gradients: int
     optimizer: int
-    """Of the rank that owns the most."""
+    """Optimizer bytes of the rank that owns the most."""
     largest_parameter: int
     checkpoint: int
-    """That it writes, from a copy on the host."""
+    """Checkpoint bytes that the rank writes, from a copy on the host."""
 
     @property
     def total(self) -> int:
@@ -54,17 +54,17 @@ class WeightBytes:
 
 
 def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head: Head, stage: int) -> WeightBytes:
-    """Return what a rank of that pipeline stage holds; of a trained model with Megatron's distributed optimizer."""
+    """Return the bytes held by a rank of a pipeline stage. A trained model uses Megatron's distributed optimizer."""
     item = ITEM_BYTES[model.dtype]
     if not isinstance(model, TrainedModelConfig):
         layout = model.parallel
         held = [elements for _, elements in _dense(spec, layout, stage, head)]
         held += [elements for chunk in range(layout.vpp) for elements in _experts(spec, layout, stage, chunk)]
         return WeightBytes(sum(held) * item, 0, 0, 0, 0)
-    found = buffers(spec, model, mesh, head, stage)
-    padded = sum(buffer.num_padded for buffer in found)
-    # float32 weights beside those of the model, and Adam's two moments.
-    owned = sum(min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in found)
+    rank_buffers = buffers(spec, model, mesh, head, stage)
+    padded = sum(buffer.num_padded for buffer in rank_buffers)
+    # The float32 copy of the weights, and Adam's two moments.
+    owned = sum(min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in rank_buffers)
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
     largest = max(elements for _, elements in _dense(spec, model.parallel, stage, head))
     optimizer = owned * (12 if item < 4 else 8)
@@ -72,7 +72,7 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
 
 
 def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:
-    """Return Megatron's buffers on a rank: for each chunk one of the dense parameters, and one of experts that are
+    """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters and one for experts that are
     reduced over other ranks."""
     layout, dense_owners = model.parallel, mesh.dp * mesh.cp
     apart = mesh.ep > 1 or mesh.etp != mesh.tp
@@ -81,7 +81,7 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
         dense = [elements for place, elements in _dense(spec, layout, stage, head) if place == chunk]
         experts = _experts(spec, layout, stage, chunk)
         first, last = stage == chunk == 0, (stage, chunk) == (layout.pp - 1, layout.vpp - 1)
-        alone = []  # tied embeddings have a bucket of their own
+        alone = []  # tied embeddings have their own bucket
         if spec.tied and head == "lm" and layout.pp > 1 and (first or last):
             alone = [dense.pop(0 if first else -1)]
         limit = None
@@ -98,36 +98,36 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
 
 
 def _dense(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
-    """Return chunk and elements of each dense parameter, in the table's order; the first of tp and pp stands for
-    all."""
-    # A search tries hundreds of layouts that differ in what splits no dense parameter.
+    """Return chunk and elements of each dense parameter, in the table's order, for the first rank of tp and pp."""
+    # A search tries hundreds of layouts that differ only in what does not split dense parameters.
     return _dense_parameters(spec, replace(layout, cp=1, ep=1, etp=1, sequence_parallel=False), stage, head)
 
 
 @cache
 def _dense_parameters(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
     place = RankPlace(pp=stage)
-    # A stage's experts are counted apart, because there are thousands that are all alike.
+    # A stage's experts are counted separately, because there are thousands of identical ones.
     return tuple((shard.chunk, math.prod(shard.shape)) for shard in dense_shards(spec, layout, place, head))
 
 
 @cache
 def _experts(spec: ModelSpec, layout: ParallelConfig, stage: int, chunk: int) -> tuple[int, ...]:
-    """Return the elements of each parameter of the experts that one rank holds in a chunk."""
+    """Return the elements of each expert parameter that one rank holds in a chunk."""
     if spec.moe is None:
         return ()
     layers = [n for n in layers_of_chunk(layout, spec.num_layers, stage, chunk) if spec.has_experts(n)]
     if not layers:
         return ()
     expert = FAMILIES[spec.family].expert(spec, layers[0], 0)
-    one = tuple(math.prod(parameter.share(0, layout.etp)[0]) for parameter in expert)
-    return one * (spec.moe.num_experts // layout.ep) * len(layers)
+    per_expert = tuple(math.prod(parameter.share(0, layout.etp)[0]) for parameter in expert)
+    return per_expert * (spec.moe.num_experts // layout.ep) * len(layers)
 
 
 def _padded_buckets(members: Sequence[int], limit: int | None, multiple: int) -> Iterator[int]:
-    """Yield lengths of buckets, filled from the last parameter on; without a limit there is one. With a limit this is
-    exact to a bucket's padding: Megatron's order of parameters within a layer is another."""
-    if limit is None and members:  # thousands of experts that are all alike
+    """Yield the lengths of buckets, filled from the last parameter on. Without a limit, there is one bucket. With a
+    limit, the result is exact up to one bucket's padding, because Megatron's order of parameters within a layer
+    differs."""
+    if limit is None and members:  # thousands of identical experts
         aligned = sum(round_up(size, _PARAMETER_ALIGNMENT) * num for size, num in Counter(members).items())
         yield round_up(aligned - round_up(members[0], _PARAMETER_ALIGNMENT) + members[0], multiple)
         return

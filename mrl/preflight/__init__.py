@@ -1,1 +1,1 @@
-"""`mrl check`: what would stop a run later, found before it starts: configuration, data, models, memory, machines."""
+"""`mrl check`: find problems of configuration, data, models, memory and machines before a run starts."""

@@ -1,4 +1,4 @@
-"""The environments as a run will meet them: the chat template between turns, and a conversation without a model."""
+"""Checks of the environments: the chat template between turns, and a conversation with a fixed answer."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from mrl.errors import AgentError
 from mrl.preflight.findings import CheckResult, fail, ok, warn
 from mrl.rollout.requests import Generated
 
-_SAID = "I know."
-"""What is said in the place of a model: a turn that calls nothing."""
+_REPLY = "I know."
+"""Text that replaces the model's turn: it calls no tool."""
 
 
 def check_agents(
     config: Config, prompts: Mapping[str, list[Prompt]], tokenizer: ChatTokenizer
 ) -> Iterator[CheckResult]:
-    """Check what conversations go by; nothing is generated."""
-    formats = {each.format for each in config.agent.environments.values()}
+    """Check the chat template, the room for turns, and the environments, without generating."""
+    formats = {environment.format for environment in config.agent.environments.values()}
     if formats - {*TEXT_FORMATS} and not config.data.raw_text:
         yield from _check_template(config, tokenizer)
     for name, environment in config.agent.environments.items():
         yield from _check_room(name, environment, config.rollout.max_response_tokens)
     first: dict[str, Prompt] = {}
-    for prompt in (each for of_source in prompts.values() for each in of_source):
+    for prompt in (prompt for rows in prompts.values() for prompt in rows):
         first.setdefault(config.agent.name_for(prompt.row.data_source) or "", prompt)
     for name in config.agent.environments:
         if name not in first:
-            what = "none of the rows that were looked at is of a data source that it takes"
-            yield warn(f"environment {name}", what, f"agent.environments.{name}.sources; or `--all-rows`")
+            what = "none of the checked rows has a data source that it handles"
+            yield warn(f"environment {name}", what, f"change agent.environments.{name}.sources, or use `--all-rows`")
     first.pop("", None)
     with ExitStack() as stack:
         dialogs = open_dialogs(config, tokenizer, lambda event: None, stack)
@@ -49,25 +49,29 @@ def check_agents(
 def _check_room(name: str, environment: EnvironmentConfig, room: int) -> Iterator[CheckResult]:
     full, wanted = environment.full_turns(room), environment.whole_response_tokens()
     if full is not None and wanted is not None and full < environment.max_turns:
-        what = f"{full} of {environment.max_turns} turns fit into the {room} tokens of a response where all are full"
-        yield warn(f"environment {name}", what, f"rollout.max_response_tokens={wanted}, or the rest ends by length")
+        what = f"{full} of {environment.max_turns} turns of full length fit into a response of {room} tokens"
+        yield warn(
+            f"environment {name}",
+            what,
+            f"set rollout.max_response_tokens={wanted}; otherwise long conversations are cut",
+        )
 
 
 def _check_template(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
-    """Say in which conversations the template would show a model something else than what it has written and read."""
+    """Check whether the template would show the model something other than it has written and read."""
     template = TurnTemplate(tokenizer, template_options(config.data))
     same = []
     for label, messages in CONVERSATIONS.items():
         try:
-            found = list(differences(template, tokenizer, messages))
+            problems = list(differences(template, tokenizer, messages))
         except AgentError as error:
-            found = [error.what]
-        if found:
-            yield warn(f"turns: {label}", found[0], "the model is shown what it has written and read, in one piece")
+            problems = [error.what]
+        if problems:
+            yield warn(f"turns: {label}", problems[0], "the model sees its earlier turns as one text instead")
         else:
             same.append(label)
     if same:
-        yield ok("turns", f"turn by turn is what the chat template makes of the whole: {', '.join(same)}")
+        yield ok("turns", f"the chat template gives the same text turn by turn: {', '.join(same)}")
 
 
 def _check_environments(
@@ -80,12 +84,12 @@ def _check_environments(
         about = f"environment {dialog.environment}"
         if dialog.failure is not None:
             what = f"{dialog.failure.kind}: {dialog.failure.detail}"
-            yield fail(about, what, "mend the environment, or what it asks")
+            yield fail(about, what, "correct the environment, or the service that it uses")
             continue
-        score = "no score of its own" if dialog.score is None else f"the score {dialog.score:g}"
-        added = f", {len(dialog.prompt_ids)} tokens of prompt with its tools" if dialog.prompt_text else ""
-        what = f"to {_SAID!r} it ends by {dialog.ended_conversation.ended} with {score}{added}"
-        yield ok(about, f"{what}; {seconds:.1f} s with its start")
+        score = "no score" if dialog.score is None else f"the score {dialog.score:g}"
+        added = f", {len(dialog.prompt_ids)} prompt tokens with its tools" if dialog.prompt_text else ""
+        what = f"after {_REPLY!r} it ends with `{dialog.ended_conversation.ended}` and {score}{added}"
+        yield ok(about, f"{what}; {seconds:.1f} s including its start")
 
 
 def _opening(row: int, prompt: Prompt, max_tokens: int) -> Opening:
@@ -105,12 +109,12 @@ def _opening(row: int, prompt: Prompt, max_tokens: int) -> Opening:
 
 
 def _spoken(dialogs: Dialogs, openings: Sequence[Opening], tokenizer: ChatTokenizer) -> list[Dialog]:
-    """Return the conversations in which the same is said in each turn."""
-    said = np.asarray(tokenizer([_SAID], add_special_tokens=False)["input_ids"][0], np.int32)
+    """Return the conversations with the same reply in each turn."""
+    reply = np.asarray(tokenizer([_REPLY], add_special_tokens=False)["input_ids"][0], np.int32)
     dialogs.begin(openings)
     while True:
         for request in dialogs.take():
-            ids = said[: request.max_tokens]
+            ids = reply[: request.max_tokens]
             dialogs.written(Generated(request.key, ids, np.zeros(len(ids), np.float32), "stop", 1))
         arriving = dialogs.arriving()
         if arriving is None:

@@ -1,6 +1,5 @@
-"""The models' files and the data as a run will see them: headers, real rows through template and tokenizer, and real
-answers through the rewards.
-"""
+"""Checks of models and data: headers of the models' files, real rows through template and tokenizer, and correct
+answers through the rewards."""
 
 from __future__ import annotations
 
@@ -37,11 +36,11 @@ _BYTES_PER_PARAMETER = 2  # published weights are bfloat16
 
 
 def check_models(config: AnyTyped) -> Iterator[CheckResult]:
-    """Check the files of each role's model as a run does before it asks for a device: headers alone are read."""
-    named = {role: config.model_of(role) for role in config.model_roles()}
+    """Check the files of each role's model as a run does before it requests a device. Only headers are read."""
+    models = {role: config.model_of(role) for role in config.model_roles()}
     if isinstance(config, Config) and config.judge is not None:
-        named[JUDGE] = "judge.path", config.judge.path
-    for role, (key, name) in named.items():
+        models[JUDGE] = "judge.path", config.judge.path
+    for role, (key, name) in models.items():
         about = f"model of the {role}"
         try:
             directory = model_directory(name)
@@ -49,24 +48,24 @@ def check_models(config: AnyTyped) -> Iterator[CheckResult]:
             yield _absent(about, name, error)
             continue
         if role == JUDGE:
-            yield ok(about, f"{directory}: vLLM reads it when the run starts")
+            yield ok(about, f"{directory}: read by vLLM when the run starts")
         else:
             yield from guarded(about, _check(about, role, rename_models(config, {key: str(directory)}), directory))
 
 
 def found_models(config: AnyConfig) -> Iterator[str]:
-    """Yield the directories of the models that are here; `check_models` has said which are not."""
+    """Yield the directories of the models on this machine. `check_models` reports the missing ones."""
     for name in dict.fromkeys(model_names(config).values()):
         with suppress(ModelError):
             yield str(model_directory(name))
 
 
-def node_models(lacks: Mapping[str, str]) -> Iterator[CheckResult]:
-    for node, what in lacks.items():
-        if what:
-            yield warn("models", f"node {node}: {what}", "a run has such a node fetch them, if it can")
-    if not any(lacks.values()):
-        yield ok("models", "every node has those that are here")
+def node_models(missing: Mapping[str, str]) -> Iterator[CheckResult]:
+    for node, reason in missing.items():
+        if reason:
+            yield warn("models", f"node {node}: {reason}", "the run downloads them on that node, if it can")
+    if not any(missing.values()):
+        yield ok("models", "every node has the models of this machine")
 
 
 def _check(about: str, role: str, config: AnyConfig, directory: Path) -> Iterator[CheckResult]:
@@ -83,7 +82,7 @@ def _absent(about: str, name: str, error: ModelError) -> CheckResult:
     try:
         size = f"about {gib(model_spec(name).num_parameters * _BYTES_PER_PARAMETER)}"
     except ModelError:
-        size = "of a size that is not known here"
+        size = "of unknown size"
     return warn(about, f"{what}; `mrl train` downloads it, {size}", error.fix)
 
 
@@ -91,11 +90,11 @@ _MAX_ROWS = 256
 _NUM_SCORED = 4
 _MAX_NAMED = 3
 _FORMS = ("{}", "#### {}", "\\boxed{{{}}}", "<think>it is known</think> <answer>{}</answer>")
-"""What the built-in rewards look for; a reward of the user's mostly wants one of them as well."""
+"""Forms that the built-in rewards look for. A custom reward usually expects one of them too."""
 
 
 def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
-    """Check tokenizer, sources and rewards; without the tokenizer nothing else can be looked at."""
+    """Check tokenizer, sources and rewards. Without the tokenizer, skip everything else."""
     try:
         config = in_directories(config)
     except ModelError as error:
@@ -128,40 +127,43 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
         return
     if config.agent.environments:
         yield from guarded("agent", check_agents(config, scored, tokenizer))
-    case = "a pattern is compared with the whole name; case counts"
+    case = "a pattern must match the whole name; case matters"
     yield from guarded("rewards", (warn("rewards", warning, case) for warning in check_reward_sources(config)))
-    if config.agent.environments:  # which may score what no function does
+    if config.agent.environments:  # an environment may score rows that no function scores
         scored = {
-            key: [each for each in some if config.reward.scores(each.row.data_source)] for key, some in scored.items()
+            key: [prompt for prompt in prompts if config.reward.scores(prompt.row.data_source)]
+            for key, prompts in scored.items()
         }
     for part, reward in (("train", config.reward), ("validation", config.validation_reward())):
         if part == "validation" and not reward.functions:
-            continue  # which has been said of training, whose functions it would have
-        of_part = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
-        others = bool(config.scoring_models() or config.agent.environments)
-        yield from guarded("rewards", _check_rewards(reward, of_part, tokenizer, others))
+            continue  # same functions as training, already checked
+        part_prompts = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
+        others_score = bool(config.scoring_models() or config.agent.environments)
+        yield from guarded("rewards", _check_rewards(reward, part_prompts, tokenizer, others_score))
 
 
 def _check_ends(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
-    """Say which tokens end a response, and who says so where not all agree."""
-    said = end_tokens(tokenizer, config.model.path, config.rollout)
+    """Check which tokens end a response. If the sources disagree, show the source of each token."""
+    sources = end_tokens(tokenizer, config.model.path, config.rollout)
     names: dict[int, list[str]] = {}
-    for name, tokens in said.items():
+    for name, tokens in sources.items():
         for token in tokens:
             names.setdefault(token, []).append(name)
     ends = [
-        f"{token} {tokenizer.decode([token])!r}" + (f" ({' and '.join(by)} alone)" if len(by) < len(said) else "")
+        f"{token} {tokenizer.decode([token])!r}" + (f" (only {' and '.join(by)})" if len(by) < len(sources) else "")
         for token, by in sorted(names.items())
     ]
     ends += [f"the text {text!r}" for text in config.rollout.stop]
-    yield ok("end tokens", ", ".join(ends)) if ends else warn("end tokens", "nothing but its length ends a response")
+    yield (
+        ok("end tokens", ", ".join(ends)) if ends else warn("end tokens", "a response ends only at its maximum length")
+    )
 
 
 def _check_tokens(warnings: Iterable[tuple[str, str]], paths: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Say of models that score or teach, by role, whether they read the policy's tokens."""
-    found = list(warnings)
-    yield from (warn(role, warning) for role, warning in found)
-    warned = dict(found)
+    """Yield, for each model that scores or teaches, whether it reads the policy's tokens."""
+    problems = list(warnings)
+    yield from (warn(role, warning) for role, warning in problems)
+    warned = dict(problems)
     yield from (ok(role, f"{path} reads the policy's tokens") for role, path in paths.items() if role not in warned)
 
 
@@ -178,9 +180,9 @@ def _check_number(config: AnyConfig, tokenizer: ChatTokenizer) -> Iterator[Check
         key, wanted = "prompts_per_step", config.batch.prompts_per_step
     if num < wanted:
         fix = f"add prompts, or batch.{key}={num}"
-        yield fail(about, f"{num} prompts, {wanted} per step", fix)
+        yield fail(about, f"{num} prompts, but a step needs {wanted}", fix)
     else:
-        yield ok(about, f"{num} prompts, {num / wanted:.1f} steps until one comes again")
+        yield ok(about, f"{num} prompts, {num / wanted:.1f} steps per epoch")
 
 
 def _check_source(
@@ -190,37 +192,37 @@ def _check_source(
     all_rows: bool,
     scored: list[Prompt],
 ) -> Iterator[CheckResult]:
-    """Check the rows of one source; some of the usable ones go into `scored`."""
+    """Check the rows of one source. Append some of the usable rows to `scored`."""
     (key,) = source
     dataset = _opened(config, source, tokenizer)
     limits = config.batch if isinstance(config, SftConfig) else config.rollout
-    found = _rows(dataset, all_rows)
-    prompts = [row for row in found if isinstance(row, Prompt)]
+    rows = _rows(dataset, all_rows)
+    prompts = [row for row in rows if isinstance(row, Prompt)]
     scored += prompts[:: max(1, len(prompts) // _NUM_SCORED)][:_NUM_SCORED]
-    unusable = [row for row in found if isinstance(row, SkippedRow)]
-    seen = f"{len(dataset)} rows, {len(found)} looked at"
+    unusable = [row for row in rows if isinstance(row, SkippedRow)]
+    seen = f"{len(dataset)} rows, {len(rows)} checked"
     if prompts:
         lengths = sorted(len(prompt.ids) for prompt in prompts)
         tail = lengths[int(0.95 * (len(lengths) - 1))]
         what = f"{seen}: prompts of {lengths[0]} to {lengths[-1]} tokens, 95 % within {tail}"
         yield ok(key, f"{what}; the limit is {limits.max_prompt_tokens}")
     else:
-        yield fail(key, f"{seen}: none is a usable prompt", "see the lines below")
+        yield fail(key, f"{seen}: no usable prompt", "see the lines below")
     if dropped := [row.num_tokens for row in unusable if row.error is None]:
-        what = f"{len(dropped)} of {len(found)} prompts are too long and will be dropped"
+        what = f"{len(dropped)} of {len(rows)} prompts are too long and will be dropped"
         longest = f"the longest has {max(dropped)} tokens"
-        yield warn(key, f"{what}; {longest}", "raise max_prompt_tokens, if they matter")
+        yield warn(key, f"{what}; {longest}", "raise max_prompt_tokens if they matter")
     errors = [row.error for row in unusable if row.error is not None]
     bad = [error for error in errors if isinstance(error, BadRow)]
     verdict: Verdict = "fail" if len(errors) > len(bad) or len(bad) > config.data.max_bad_rows else "warn"
     for error in errors[:_MAX_NAMED]:
         yield CheckResult(verdict, key, str(error).partition("\n")[0], error.fix)
     if len(errors) > _MAX_NAMED:
-        yield CheckResult(verdict, key, f"{len(errors) - _MAX_NAMED} more rows like these")
+        yield CheckResult(verdict, key, f"{len(errors) - _MAX_NAMED} more rows with problems")
 
 
 def _rows(dataset: RLHFDataset, all_rows: bool) -> list[Prompt | SkippedRow]:
-    """Return rows at even distances; of all rows those as well that are no prompt, ids that occur twice included."""
+    """Return rows at equal distances. With `all_rows`, also return all unusable rows, including duplicate ids."""
     bad = list(dataset.check()) if all_rows else []
     known, step = {unusable.draw.number for unusable in bad}, max(1, len(dataset) // _MAX_ROWS)
     some = dataset.read([draw for row in range(0, len(dataset), step) for draw in dataset.draws(row, row + 1)])
@@ -230,32 +232,36 @@ def _rows(dataset: RLHFDataset, all_rows: bool) -> list[Prompt | SkippedRow]:
 def _check_rewards(
     config: RewardConfig, prompts: Mapping[str, list[Prompt]], tokenizer: ChatTokenizer, others_score: bool
 ) -> Iterator[CheckResult]:
-    """Score the right answers in the workers that will score the responses: a sane reward gives them something."""
+    """Score correct answers in the workers that will score the responses. A sane reward is positive for some of
+    them."""
     if not config.functions and prompts:
-        yield skip("rewards", "there is no reward function: others score, or a teacher alone is learned from")
+        yield skip("rewards", "there is no reward function: other components score, or only a teacher is used")
         return
-    there = {label: function for label, function in config.functions.items() if not asks_own_engines(function)}
-    reward = dataclasses.replace(config, functions=there, on_failure="drop", max_failed_share=1.0)  # to see them all
-    if absent := ", ".join(config.functions.keys() - there.keys()):
+    checked = {label: function for label, function in config.functions.items() if not asks_own_engines(function)}
+    # so that all failures are shown
+    reward = dataclasses.replace(config, functions=checked, on_failure="drop", max_failed_share=1.0)
+    if absent := ", ".join(config.functions.keys() - checked.keys()):
         yield skip("rewards", f"{absent}: the judge's engines start with the run")
-        prompts = {key: [each for each in some if reward.scores(each.row.data_source)] for key, some in prompts.items()}
+        prompts = {
+            key: [prompt for prompt in rows if reward.scores(prompt.row.data_source)] for key, rows in prompts.items()
+        }
     if not any(prompts.values()):
         return
     with tempfile.TemporaryDirectory() as directory:
         events = EventLog(Path(directory, "events.jsonl"))
         try:
             with manager_class(reward)(reward, events, others_score=others_score) as rewards:
-                for key, of_source in prompts.items():
-                    if of_source:
-                        samples = [_answered(prompt, form, tokenizer) for form in _FORMS for prompt in of_source]
+                for key, rows in prompts.items():
+                    if rows:
+                        samples = [_answered(prompt, form, tokenizer) for form in _FORMS for prompt in rows]
                         yield _scores(key, rewards.score(samples), samples)
         finally:
             events.close()
 
 
 def _answered(prompt: Prompt, form: str, tokenizer: ChatTokenizer) -> Sample:
-    """Return a sample whose response is the ground truth in some form, or nothing but the form where the source has
-    none."""
+    """Return a sample that answers with the ground truth in a given form, or with only the form if there is no ground
+    truth."""
     row, response = prompt.row, form.format(_first_answer(prompt.row.ground_truth))
     return Sample(
         prompt=prompt.text,
@@ -282,15 +288,15 @@ def _scores(key: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) ->
     about = f"rewards of {key}"
     if failures := [outcome for outcome in outcomes if isinstance(outcome, Failure)]:
         what = f"{len(failures)} of {len(outcomes)} samples have no score: {failures[0].kind}: {failures[0].detail}"
-        return fail(about, what, "mend the reward function")
+        return fail(about, what, "correct the reward function")
     scores = [outcome for outcome in outcomes if isinstance(outcome, Score)]
     num_rows = len(scores) // len(_FORMS)
     by_form = [scores[begin : begin + num_rows] for begin in range(0, len(scores), num_rows)]
     best = max(range(len(_FORMS)), key=lambda form: sum(score.value for score in by_form[form]))
     shown = ", ".join(f"{score.value:g}" for score in by_form[best])
-    what = f"the right answers, written as {samples[best * num_rows].response!r:.60}, score {shown}"
+    what = f"the correct answers, written as {samples[best * num_rows].response!r:.60}, score {shown}"
     if not any(score.value > 0 for score in by_form[best]):
-        fix = "does the function want another form, or columns.ground_truth another column?"
+        fix = "check the form that the function expects, and columns.ground_truth"
         return warn(about, f"{what}: none of them is rewarded", fix)
     slowest = max(score.seconds for score in scores)
     return ok(about, f"{what}; the slowest took {1000 * slowest:.0f} ms")

@@ -1,4 +1,4 @@
-"""What a node is like: plain facts, gathered without anything but the standard library, here or on any node."""
+"""Facts about a node, gathered with only the standard library, on this machine or on any node."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _QUERY_TIMEOUT_S = 20
 _CGROUP = Path("/sys/fs/cgroup")
 _RAY_MONITOR, _RAY_THRESHOLD = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
 _RAY_USABLE = 0.95
-"""Of the machine's memory: beyond it Ray ends processes, unless its environment says otherwise."""
+"""Share of the machine's memory above which Ray ends processes, unless its environment sets another."""
 
 
 def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
-    """Return the facts of this node; `canary` is a file on the file system that all nodes are to share."""
+    """Return the facts of this node. `canary` is a file on the file system that all nodes should share."""
     directory = Path(canary).parent
     shared_memory = Path("/dev/shm")
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
@@ -61,38 +61,39 @@ def node_facts(canary: str, with_gpus: bool) -> dict[str, Any]:
 
 
 def memory_bytes() -> int:
-    """Return the memory that this process may use: the machine's, or less where its container has a limit."""
+    """Return the memory that this process may use: the machine's, or the limit of its container."""
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read(_CGROUP / "memory.max")
     return min(present, int(limit)) if limit.isdigit() else present
 
 
 def usable_memory_bytes() -> int:
-    """Return the part that Ray's memory monitor lets everybody use together."""
+    """Return the memory that all processes together may use before Ray's memory monitor acts."""
     if os.environ.get(_RAY_MONITOR) == "0":
         return memory_bytes()
     return int(memory_bytes() * float(os.environ.get(_RAY_THRESHOLD, _RAY_USABLE)))
 
 
 def _taken_memory_bytes() -> int:
-    """Return what programs hold now: the kernel's own caches are nobody's."""
+    """Return the memory that programs use now, without the kernel's caches."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     kib = {name: int(number) for name, number, *_ in lines}
     return 1024 * (kib["MemTotal:"] - kib["MemAvailable:"])
 
 
 def _versions() -> dict[str, str]:
-    found = {name: version for name in _PACKAGES if (version := _version((name,))) is not None}
-    return {"python": f"{sys.version_info.major}.{sys.version_info.minor}", **found}
+    installed = {name: version for name in _PACKAGES if (version := _version((name,))) is not None}
+    return {"python": f"{sys.version_info.major}.{sys.version_info.minor}", **installed}
 
 
 def _has_sockets(directory: Path) -> bool:
-    """Return whether a Unix socket can be made there: weights go to the engines through some in the run directory."""
+    """Return whether a Unix socket can be created in the directory. Weights are sent to the engines through such
+    sockets."""
     opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     path = f"/proc/self/fd/{opened}/.mrl-socket-{os.getpid()}"  # the directory's own path may be too long
     try:
-        with socket.socket(socket.AF_UNIX) as tried:
-            tried.bind(path)
+        with socket.socket(socket.AF_UNIX) as test:
+            test.bind(path)
         os.unlink(path)
     except OSError:
         return False
@@ -102,34 +103,33 @@ def _has_sockets(directory: Path) -> bool:
 
 
 def _missing_interfaces() -> dict[str, str]:
-    """Return variables that name a network interface which is not there; several, prefixes and exclusions are not
-    checked."""
-    named = {name: os.environ.get(name, "").removeprefix("=") for name in _INTERFACE_VARIABLES}
+    """Return variables that name a missing network interface. Lists, prefixes and exclusions are not checked."""
+    interfaces = {name: os.environ.get(name, "").removeprefix("=") for name in _INTERFACE_VARIABLES}
     present = [name for _, name in socket.if_nameindex()]
     return {
         name: value
-        for name, value in named.items()
+        for name, value in interfaces.items()
         if value and not set(value) & set(",^") and not any(interface.startswith(value) for interface in present)
     }
 
 
 def versions() -> dict[str, str | None]:
-    """Return the installed version of every library that mrl builds on; None where it is not installed."""
+    """Return the installed version of every library that mrl depends on, or None if it is not installed."""
     return {"python": platform.python_version(), **{name: _version(names) for name, names in DISTRIBUTIONS.items()}}
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:
     for name in distributions:
         try:
-            found = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        return found if name == distributions[0] else f"{found} ({name})"
+        return installed if name == distributions[0] else f"{installed} ({name})"
     return None
 
 
 def git_revision(checkout: Path) -> str | None:
-    """Return the commit of a checkout, marked where files differ from it; None outside a checkout."""
+    """Return the commit of a checkout, marked if files differ from it. Return None outside a checkout."""
     if not (checkout / ".git").exists():
         return None
     describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
@@ -138,22 +138,22 @@ def git_revision(checkout: Path) -> str | None:
 
 
 def cpu_model() -> str:
-    """Return the name of the processor, or of its architecture where the system does not say more."""
+    """Return the name of the processor, or its architecture if the system does not report more."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
 
 
 def usable_cpus() -> float:
-    """Return the processors that this process may use: its affinity, and the quota of its container."""
+    """Return the number of processors that this process may use, by its affinity and its container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     return min(allowed, int(quota) / int(period)) if quota.isdigit() else allowed
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return name, memory and driver of every GPU that the driver reports; empty where there is no driver."""
+    """Return name, memory and driver version of every GPU, or an empty list without a driver."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
     rows = [[cell.strip() for cell in line.split(",")] for line in (_first_output(*query) or "").splitlines()]
     # Devices that share the host's memory report "[N/A]".
@@ -168,7 +168,7 @@ def _read(path: Path) -> str:
 
 
 def _first_output(*command: str) -> str | None:
-    """Return what a command prints, or None where it is missing, fails or hangs."""
+    """Return what a command prints, or None if the command is missing, fails or hangs."""
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

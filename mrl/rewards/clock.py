@@ -1,9 +1,9 @@
-"""How long a worker has had, which on a machine with too few cores is less than the time that has passed.
+"""Time that a worker has used, which on a machine with too few cores is less than the elapsed time.
 
-It is late after `limit_s` in which it ran, slept or waited for something else than a core. The seconds in which its
-main thread was ready to run and no core was free do not count. They count where it crowds itself: it is late as well
-once it and all that it has started have used `limit_s` of the cores together. Nobody gets more than thirty times the
-limit. Where the kernel does not tell how long a process waits (no /proc/PID/schedstat), every second counts.
+A worker is late after `limit_s` in which it ran, slept or waited for anything except a core. Seconds in which its main
+thread was ready to run but no core was free do not count. They do count if the worker causes the load: it is also late
+once it and all its processes have used `limit_s` of CPU time together. No worker gets more than thirty times the limit.
+If the kernel does not report waiting times (no /proc/PID/schedstat), every second counts.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import os
 import time
 from collections.abc import Iterator
 
-LOOK_S = 0.05  # between two looks at a worker that may be late
+LOOK_S = 0.05  # between two checks of a worker that may be late
 _MAX_STRETCH = 30
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class WorkerClock:
-    """Runs from when it is made: a sample was handed out, or the worker is waited for."""
+    """Clock of a worker, started when a sample is handed out or the worker is waited for."""
 
     def __init__(self, pid: int) -> None:
         self._process = f"/proc/{pid}"
         self._begin = time.monotonic()
-        self._ran_ns: int | None = None  # at the last look
+        self._ran_ns: int | None = None  # at the last check
         _, self._waited_s = _on_cores(self._process)
         self._used_s = _used_s(self._process)
 
@@ -33,7 +33,7 @@ class WorkerClock:
         return time.monotonic() - self._begin
 
     def look_in_s(self, limit_s: float) -> float:
-        """Return the seconds until it can be late, or until the next look."""
+        """Return the seconds until the worker can be late, or until the next check."""
         left = limit_s - self.seconds
         return left if left > 0 else LOOK_S
 
@@ -44,7 +44,8 @@ class WorkerClock:
         if passed >= _MAX_STRETCH * limit_s or self._family_used(limit_s):
             return True
         ran_ns, waited_s = _on_cores(self._process)
-        # The kernel adds a wait when it is over. What is ready and has not run since the last look is in one.
+        # The kernel adds a waiting time only when it is over. A ready thread that has not run since the last check is
+        # waiting.
         waits_now = _state(self._process) == "R" and self._ran_ns in (None, ran_ns)
         self._ran_ns = ran_ns
         return not waits_now and passed - (waited_s - self._waited_s) >= limit_s
@@ -59,7 +60,7 @@ class WorkerClock:
 
 
 def _on_cores(process: str) -> tuple[int, float]:
-    """Return for how many nanoseconds the main thread ran, and for how many seconds it waited for a core."""
+    """Return the nanoseconds that the main thread ran, and the seconds that it waited for a core."""
     ran_ns, waited_ns = (_read(f"{process}/schedstat") or "0 0").split()[:2]
     return int(ran_ns), int(waited_ns) / 1e9
 
@@ -69,7 +70,7 @@ def _state(process: str) -> str:
 
 
 def _used_s(process: str) -> float:
-    """Return the seconds on cores of all threads, and of children that have ended and were waited for."""
+    """Return the CPU seconds of all threads, and of children that ended and were reaped."""
     return sum(map(int, _fields(process)[11:15])) / _TICKS_PER_S
 
 
@@ -81,15 +82,15 @@ def _family(process: str) -> Iterator[str]:
 
 
 def _fields(process: str) -> list[str]:
-    """Return what stands in `stat` after the name, which may hold anything."""
+    """Return the fields of `stat` after the name, which may contain any characters."""
     return _read(f"{process}/stat").rpartition(")")[2].split()
 
 
 def _read(file: str) -> str:
-    """Return what a file of /proc holds; four are read for each sample, so by the shortest way."""
+    """Return the contents of a file in /proc. Four are read for each sample, so this uses the fastest way."""
     try:
         descriptor = os.open(file, os.O_RDONLY)
-    except OSError:  # the process has just ended, or the kernel has no such file
+    except OSError:  # the process has just ended, or the kernel does not have this file
         return ""
     try:
         return os.read(descriptor, 1 << 16).decode(errors="replace")

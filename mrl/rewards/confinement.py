@@ -1,7 +1,7 @@
-"""What the kernel refuses to a contained process: system calls by a seccomp filter, files by a Landlock ruleset.
+"""Kernel confinement of a process: system calls by a seccomp filter, files by a Landlock ruleset.
 
-Neither needs root or a namespace. Both bind the process that takes them on, and can never be given back. The filter
-names what is allowed: a system call that nobody thought of, or that a later kernel adds, is refused.
+Neither needs root or a namespace. Both apply to the process that installs them, and cannot be removed. The filter is an
+allow list: system calls that are not listed, including those of later kernels, are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from mrl.errors import SetupError
 
-# Name, and number on x86_64 and aarch64. No socket, no process but threads of its own, no signal, no rights, no links.
+# Name, and number on x86_64 and aarch64. No sockets, no new processes (only threads), no signals, no privileges, no
+# links.
 _ALLOWED = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 lseek:8:62 close:3:57 close_range:436:436
 fstat:5:80 newfstatat:262:79 statx:332:291 stat:4:- lstat:6:- faccessat:269:48 faccessat2:439:439 access:21:-
@@ -32,20 +33,21 @@ getegid:108:177 getgroups:115:158 uname:63:160 sysinfo:99:179 getcpu:309:168 get
 unlink:87:- unlinkat:263:35 rename:82:- renameat:264:38 renameat2:316:276 ftruncate:77:46
 open:2:- openat:257:56 clone:56:220 ioctl:16:29 fcntl:72:25 prctl:157:167 prlimit64:302:261
 """
-_CLONE3 = 435  # its flags are out of the filter's sight; told that there is none, libraries take clone
-_MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column above, and the filter's word for it
+_CLONE3 = 435  # the filter cannot see its flags; if it is missing, libraries use clone
+# column above, and the architecture's number in the filter
+_MACHINES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
 _EVERY_BIT = 0xFFFFFFFF
 _O_TRUNC = 0o1000
-# Early Landlock lets whoever may read a file open it for reading and cut it to nothing.
+# With early Landlock, a process that may read a file could open it for reading and truncate it.
 _OPEN = (3 | _O_TRUNC, (0, 1, 2, 1 | _O_TRUNC, 2 | _O_TRUNC))
 _CLONE_THREAD, _CLONE_NEW = 0x00010000, 0x7E020080
-# Which values an argument may have under a mask: number of the argument, mask, values.
+# Allowed values of an argument under a mask: number of the argument, mask, values.
 _ARGUMENTS = {
     "open": (1, *_OPEN),
     "openat": (2, *_OPEN),
     "clone": (0, _CLONE_THREAD | _CLONE_NEW, (_CLONE_THREAD,)),
-    "ioctl": (1, _EVERY_BIT, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # is it a terminal, how much is there, cloexec
-    "fcntl": (1, _EVERY_BIT, (0, 1, 2, 3, 4, 1030)),  # copies and flags; F_SETOWN would send signals to others
+    "ioctl": (1, _EVERY_BIT, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # is it a terminal, bytes available, cloexec
+    "fcntl": (1, _EVERY_BIT, (0, 1, 2, 3, 4, 1030)),  # copies and flags; F_SETOWN would send signals to other processes
     "prctl": (0, _EVERY_BIT, (15, 16)),  # names of threads
     "prlimit64": (0, _EVERY_BIT, (0,)),  # its own limits, which it can only lower
 }
@@ -63,19 +65,19 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @cache
 def check_confinement() -> None:
-    """Refuse a machine whose kernel lacks what contains a program: there is nothing weaker to fall back to."""
+    """Raise an error if the kernel cannot contain programs. There is no weaker fallback."""
     missing = []
     if platform.machine() not in _MACHINES:
         missing.append(f"list of system calls for {platform.machine()}, only for {' and '.join(_MACHINES)}")
-    # It fails where there are filters too, with EFAULT, because this one has no address.
+    # If filters exist, this fails with EFAULT, because the filter has no address.
     _libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, None, None, None)
     if ctypes.get_errno() != errno.EFAULT:
         missing.append("seccomp filter (CONFIG_SECCOMP_FILTER)")
     if _landlock_version() < 1:
         missing.append("Landlock (Linux 5.13, CONFIG_SECURITY_LANDLOCK, and landlock in the kernel's option `lsm`)")
     if missing:
-        what = f"programs of a model cannot be contained on this machine: there is no {', and no '.join(missing)}"
-        raise SetupError(what, fix="score them by a service elsewhere, with the http reward")
+        what = f"programs of a model cannot be contained on this machine, which has no {', and no '.join(missing)}"
+        raise SetupError(what, fix="score them on another machine, with the http reward")
 
 
 @cache
@@ -86,8 +88,8 @@ def seccomp_filter(machine: str = platform.machine()) -> bytes:
     for entry in _ALLOWED.split():
         name, number = entry.split(":")[0], entry.split(":")[column]
         if number != "-":
-            then = list(_condition(*_ARGUMENTS[name])) if name in _ARGUMENTS else [_instruction(_RETURN, _ALLOW)]
-            program += [_instruction(_EQUAL, int(number), 0, len(then)), *then]
+            actions = list(_condition(*_ARGUMENTS[name])) if name in _ARGUMENTS else [_instruction(_RETURN, _ALLOW)]
+            program += [_instruction(_EQUAL, int(number), 0, len(actions)), *actions]
     program += [_instruction(_EQUAL, _CLONE3, 0, 1), _instruction(_RETURN, _REFUSE | errno.ENOSYS)]
     return b"".join([*program, _instruction(_RETURN, _REFUSE | errno.EPERM)])
 
@@ -106,10 +108,11 @@ def _instruction(code: int, operand: int, if_true: int = 0, if_false: int = 0) -
 
 
 def landlock_ruleset(readable: Iterable[str], writable: Path) -> int:
-    """Return the descriptor of a ruleset: these files and directories may be read, and files made in one directory."""
+    """Return the descriptor of a ruleset that allows reading these files and directories, and creating files in one
+    directory."""
     version = _landlock_version()
     rights = _RIGHTS_OF_VERSION.get(version, _ALL_RIGHTS)
-    attributes = struct.pack("=QQQ", rights, 3, 3)  # and no port, and no socket or signal out of the process
+    attributes = struct.pack("=QQQ", rights, 3, 3)  # also no ports, and no sockets or signals outside the process
     ruleset = _landlock(_CREATE_RULESET, attributes, 8 if version < 4 else 16 if version < 6 else 24, 0)
     paths = dict.fromkeys(readable, _READ) | {os.devnull: _READ | _WRITE_FILE}
     paths[str(writable)] = _READ | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
@@ -130,5 +133,5 @@ def _landlock_version() -> int:
 def _landlock(number: int, *arguments: object) -> int:
     result = int(_libc.syscall(number, *arguments))
     if result < 0:
-        raise OSError(ctypes.get_errno(), "a Landlock ruleset cannot be made")
+        raise OSError(ctypes.get_errno(), "cannot create a Landlock ruleset")
     return result

@@ -1,8 +1,8 @@
-"""The process of a program that a model wrote. A script of its own: it gives up what it may, then runs the program.
+"""The process of a program that a model wrote. This separate script drops its privileges, then runs the program.
 
-`mrl.rewards.sandbox` starts it with an empty environment in a private directory, which holds `program.py` and, for
-tests that are Python, `tests.py`. It says "ready" when the kernel holds it, and from then on nothing that it says is
-believed: results are compared by whoever started it.
+`mrl.rewards.sandbox` starts it with an empty environment in a private directory, which contains `program.py` and, for
+tests written in Python, `tests.py`. It prints "ready" when the confinement is active. From then on its output is not
+trusted: the parent process compares the results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import CodeType, FunctionType, ModuleType, TracebackType
 from typing import Any
 
 READY, LOADED, FAILED = "ready", "loaded", "failed"
-NO_PROGRAM = 65  # the status of a program that is not Python
+NO_PROGRAM = 65  # exit status if the program is not Python
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _LANDLOCK_RESTRICT_SELF = 446
 _CAPABILITIES_VERSION = 0x20080522
@@ -27,7 +27,7 @@ _NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def plain(value: Any) -> str:
-    """Return a value of plain types as JSON that tells them apart; text is in hexadecimal, sets are sorted."""
+    """Return a value of plain types as JSON that keeps the types apart. Text is hexadecimal, and sets are sorted."""
     match value:
         case None:
             return "null"
@@ -49,7 +49,7 @@ def plain(value: Any) -> str:
             return f'{{"set":[{",".join(sorted(map(plain, value)))}]}}'
         case dict():
             return f'{{"dict":[{",".join(sorted(f"[{plain(key)},{plain(item)}]" for key, item in value.items()))}]}}'
-    return plain(value.item())  # a number of numpy; anything else has no such thing, or has no plain value
+    return plain(value.item())  # a numpy number; other types have no `item`, or no plain value
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.set_int_max_str_digits(0)
     if tests is None:
         os.closerange(out, nothing + 1)
-        sys.excepthook = _tell_error
+        sys.excepthook = _print_error
         FunctionType(_code("program"), vars(_module("__main__")))()
         return
     for standard in (0, 1):
@@ -79,17 +79,17 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _confine(parent: int, ruleset: int, instructions: bytes, limits: str) -> None:
-    """Take on the limits, drop every capability and take on ruleset and filter; none of it can be undone."""
+    """Set the limits, drop all capabilities, and install ruleset and filter. None of this can be undone."""
     libc = ctypes.CDLL(None, use_errno=True)
     words = [ctypes.c_ulong] * 4
 
-    def call(name: str, *given: Any) -> None:
-        if getattr(libc, name)(*given):
-            raise OSError(ctypes.get_errno(), f"{name}{given[:2]}: {os.strerror(ctypes.get_errno())}")
+    def call(name: str, *values: Any) -> None:
+        if getattr(libc, name)(*values):
+            raise OSError(ctypes.get_errno(), f"{name}{values[:2]}: {os.strerror(ctypes.get_errno())}")
 
     libc.prctl.argtypes = [ctypes.c_int, *words]
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it went before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os._exit(1)
     for limit, most in (map(int, entry.split(":")) for entry in limits.split(",")):
         hard = resource.getrlimit(limit)[1]
@@ -106,24 +106,24 @@ def _confine(parent: int, ruleset: int, instructions: bytes, limits: str) -> Non
 
 
 def _run_tests(tests: CodeType, numbers: range, out: int, secret: str) -> None:
-    """Answer each test with the secret and the result of its function, or with that it failed."""
-    write, tell, module = os.write, plain, _module("program")
+    """Answer each test with the secret and the result of its function, or with a failure."""
+    write, encode, module = os.write, plain, _module("program")
     FunctionType(_code("program"), vars(module))()
     FunctionType(tests, vars(module))()
     functions = [vars(module)[f"mrl_test_{number}"] for number in numbers]
     write(out, f"{secret} {LOADED}\n".encode())
     for function in functions:
         try:
-            reply = tell(function())
-        except BaseException:  # whatever it is, SystemExit included, it is this test's failure
+            reply = encode(function())
+        except BaseException:  # any exception, including SystemExit, is a failure of this test
             reply = FAILED
         write(out, f"{secret} {reply}\n".encode())
     os._exit(0)
 
 
-def _tell_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error as if the program had run by itself: the two frames above it are of this file."""
-    sys.stdout.flush()  # what it printed came first
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error as if the program had run directly, without the two frames of this file."""
+    sys.stdout.flush()  # its earlier output comes first
     own = trace and trace.tb_next and trace.tb_next.tb_next
     sys.__excepthook__(kind, error.with_traceback(own), own)
 
@@ -134,7 +134,7 @@ def _code(name: str) -> CodeType:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         sys.__excepthook__(type(error), error, None)
         os._exit(NO_PROGRAM)
-    assert code is not None, "a loader of sources has code"
+    assert code is not None, "a source loader always returns code"
     return code
 
 

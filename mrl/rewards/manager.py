@@ -1,4 +1,4 @@
-"""`RewardManager`: samples in, an outcome for each of them out, whatever the reward functions do."""
+"""`RewardManager` turns each sample into one outcome, even if a reward function fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXAMPLE_CHARACTERS = 200
 
 @dataclass
 class _Job:
-    """What a worker gets at once: a sample for the functions that score it alone, or a group for those of groups."""
+    """Work for one worker: one sample for functions that score it alone, or a group for functions with `group`."""
 
     tickets: list[int]
     name: str
@@ -39,23 +39,25 @@ class _Awaited:
 
 
 class RewardManager:
-    """Score samples in worker processes.
+    """Scores samples in worker processes.
 
-    All at once with `score`, or one by one while a rollout still runs: `submit` queues a sample and returns its
-    ticket, `drain` waits for all that were submitted, and `collect` for none. One thread at a time may use a manager.
+    Either all at once with `score`, or one by one while a rollout is still running: `submit` queues a sample and
+    returns its ticket, `drain` waits for all submitted samples, and `collect` does not wait. Only one thread at a time
+    may use a manager.
     """
 
     def __init__(self, config: RewardConfig, events: EventLog, *, others_score: bool = False) -> None:
-        """Make workers. With `others_score` a sample may be of a data source that no function scores."""
+        """Start the workers. With `others_score`, a sample may have a data source that no function scores."""
         self._config = config
         self._others_score = others_score
         self._events = events
         self._awaited: dict[int, _Awaited] = {}
-        self._groups: dict[str, list[tuple[int, int, bytes]]] = {}  # not whole yet: rows, tickets and samples of a uid
+        # incomplete groups: row ids, tickets and samples of a uid
+        self._groups: dict[str, list[tuple[int, int, bytes]]] = {}
         self._jobs: dict[int, _Job] = {}
-        self._num_jobs = self._num_submitted = 0  # in all
-        self._batch_begin = 0  # what had been submitted when the last batch was drained
-        self._failed: list[tuple[Sample, Failure]] = []  # of this batch
+        self._num_jobs = self._num_submitted = 0  # totals
+        self._batch_begin = 0  # number submitted when the last batch was drained
+        self._failed: list[tuple[Sample, Failure]] = []  # in this batch
         self._pool = WorkerPool("reward", "mrl.rewards.supervisor", config_to_json(config), config.environment)
 
     def __enter__(self) -> RewardManager:
@@ -65,29 +67,32 @@ class RewardManager:
         self.close()
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """Return the outcome of each sample, in their order."""
+        """Return the outcomes of the samples, in their order."""
         if self._awaited:
-            raise RewardError(f"{len(self._awaited)} submitted samples are not done", fix="drain() before score()")
+            raise RewardError(
+                f"{len(self._awaited)} submitted samples are not finished", fix="call drain() before score()"
+            )
         sizes = Counter(sample.uid for sample in samples)
         tickets = [self.submit(sample, sizes[sample.uid]) for sample in samples]
         outcomes = self.drain()
         return [outcomes[ticket] for ticket in tickets]
 
     def submit(self, sample: Sample, group_size: int = 1) -> int:
-        """Queue a sample; the ticket that is returned names it in `drain`.
+        """Queue a sample. Return the ticket that identifies it in `drain`.
 
-        `group_size` samples of its uid are submitted in all: functions of groups begin when the last of them is there.
+        `group_size` samples with its uid are submitted in total. Functions with `group` start when the last of them
+        arrives.
         """
         if not self._others_score and not self._config.scores(sample.data_source):
             raise nothing_scores(self._config, sample.data_source, sample.name)
         body = sample.to_json()
         self._num_submitted += 1
         ticket, functions = self._num_submitted, self._config.functions.values()
-        are_of_groups = {function.group for function in functions if function.scores(sample.data_source)}
-        self._awaited[ticket] = _Awaited(sample, max(1, len(are_of_groups)))
-        if are_of_groups != {True}:
+        group_flags = {function.group for function in functions if function.scores(sample.data_source)}
+        self._awaited[ticket] = _Awaited(sample, max(1, len(group_flags)))
+        if group_flags != {True}:
             self._begin(_Job([ticket], sample.name, body))
-        if True in are_of_groups:
+        if True in group_flags:
             group = self._groups.setdefault(sample.uid, [])
             group.append((sample.row_id, ticket, body))
             if len(group) == group_size:
@@ -102,8 +107,8 @@ class RewardManager:
         self._pool.submit(self._num_jobs, job.body)
 
     def drain(self) -> dict[int, Outcome]:
-        """Wait for all that were submitted; the run stops where too many of them have failed."""
-        assert not self._groups, f"as many samples are submitted as a group has; not of {list(self._groups)[:3]}"
+        """Wait for all submitted samples. Stop the run if too many of them have failed."""
+        assert not self._groups, f"incomplete groups: {list(self._groups)[:3]}"
         done: dict[int, Outcome] = {}
         while self._awaited:
             done |= self._take()
@@ -115,21 +120,21 @@ class RewardManager:
         self._batch_begin, self._failed = self._num_submitted, []
 
     def collect(self) -> dict[int, Outcome]:
-        """Return the outcomes that there are by now, each once. How many may fail is for `check_share` to say."""
+        """Return the outcomes that are available now, each once. `check_share` limits how many may fail."""
         done = self._take(waits=False)
         self._begin_batch()
         return done
 
     def close(self) -> None:
-        """End all workers and whatever they have started; nothing is left behind."""
+        """End all workers and all processes that they started."""
         self._pool.close()
 
     def _take(self, *, waits: bool = True) -> dict[int, Outcome]:
         done: dict[int, Outcome] = {}
         for number, body in self._pool.receive(waits=waits):
             job = self._jobs[number]
-            if why := read_again(body):  # another sample of its worker failed
-                self._try_again(number, f"side by side with another: {why}")
+            if reason := read_again(body):  # another sample of its worker failed
+                self._try_again(number, f"next to another sample: {reason}")
                 continue
             outcomes = read_reply(body, job.attempts, len(job.tickets))
             if isinstance(failure := outcomes[0], Failure) and job.attempts <= self._config.retries:
@@ -159,11 +164,11 @@ class RewardManager:
             raise RewardError(
                 f"no reward for {_example(sample, failure)}",
                 where="reward",
-                fix="mend the reward function, or reward.on_failure=drop to go on without such samples",
+                fix="correct the reward function, or set reward.on_failure=drop to continue without such samples",
             )
 
     def check_share(self, failed: Sequence[tuple[Sample, Failure]], total: int) -> None:
-        """Stop where so many of so many have failed."""
+        """Stop the run if too large a share of the samples has failed."""
         most = self._config.max_failed_share
         if len(failed) <= most * total:
             return
@@ -174,16 +179,18 @@ class RewardManager:
         raise RewardError(
             "\n".join([share, *examples]),
             where="reward",
-            fix="mend the reward function, or raise reward.max_failed_share",
+            fix="correct the reward function, or raise reward.max_failed_share",
         )
 
 
 def nothing_scores(config: RewardConfig, data_source: str, where: str) -> RewardError:
-    """Return the error of a data source that no function with a weight scores."""
+    """Return the error for a data source without a reward function of nonzero weight."""
     scored = {label: ", ".join(function.sources or ["everything"]) for label, function in config.functions.items()}
     listed = "; ".join(f"{label} scores {sources}" for label, sources in scored.items())
     what = f'no function with a weight scores the data source "{data_source}" ({listed})'
-    return RewardError(what, where=where, fix="add it to reward.functions.NAME.sources, or a function without sources")
+    return RewardError(
+        what, where=where, fix="add it to reward.functions.NAME.sources, or use a function without sources"
+    )
 
 
 def _example(sample: Sample, failure: Failure) -> str:

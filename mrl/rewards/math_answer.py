@@ -1,10 +1,10 @@
-r"""When two short mathematical answers are the same: numbers by value, anything else by normalized text.
+r"""Equality of two short mathematical answers: numbers by value, everything else by normalized text.
 
 A number may be written with thousands separators, as a decimal, a percentage, a fraction (`1/2`, `\frac12`), a mixed
-number (`1\frac{1}{2}`), in scientific notation, with a currency, a degree sign or a unit. Units are taken off, not
-compared. A percentage equals its number and its fraction (50% = 50 = 1/2). Numbers are compared exactly: 0.333 is
-not 1/3. Tuples, intervals and lists keep their brackets and order, and their members are normalized one by one.
-Nothing here evaluates an expression: 1+1 is not 2.
+number (`1\frac{1}{2}`), in scientific notation, with a currency, a degree sign or a unit. Units are removed, not
+compared. A percentage equals its number and its fraction (50% = 50 = 1/2). Numbers are compared exactly: 0.333 is not
+1/3. Tuples, intervals and lists keep their brackets and order, and their members are normalized one by one. Expressions
+are never evaluated: 1+1 is not 2.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-_MAX_CHARACTERS = 1000  # of an answer that is looked at closely; a longer one is compared as it stands
-_MAX_BRACKETS = 8  # inside each other; further in, text is compared as it stands
+_MAX_CHARACTERS = 1000  # longest answer that is normalized; a longer one is compared unchanged
+_MAX_BRACKETS = 8  # nesting depth; deeper text is compared unchanged
 _MAX_EXPONENT = 300
 
 _SIGNS = {
@@ -60,7 +60,7 @@ _LETTER_UNITS = frozenset("mgshl")  # only after a space: 5 m has a unit, 5m is 
 _NOT_UNITS = frozenset(
     ("and", "or", "not", "pi", "sqrt", "log", "sin", "cos", "tan", "exp", "mod", "choose", "infinity", "infty")
 )
-# Possessive: words in words would be tried in every way.
+# Possessive: otherwise nested words would be tried in every combination.
 _UNIT_WORDS = r"(?:[A-Za-z]++(?:\s*\^\s*\{?-?\d\}?|[\u00b2\u00b3])?+[\s./]*+)++"
 _NUMBER_AND_UNIT = re.compile(rf"(.*[\d.}}])(\s*)({_UNIT_WORDS})", re.DOTALL)
 _BRACKETS = ("()", "(]", "[)", "[]", "{}")
@@ -68,7 +68,7 @@ _BRACKETS = ("()", "(]", "[)", "[]", "{}")
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer in its normal form."""
+    """An answer in normal form."""
 
     text: str
     value: Fraction | None = None
@@ -86,7 +86,7 @@ def same_answer(one: str, other: str) -> bool:
 
 
 def normal_form(answer: str, depth: int = 0) -> Answer:
-    """Return the answer without what does not matter: wrappers, spacing, units, ways to write a number."""
+    """Return the answer without irrelevant differences: wrappers, spacing, units, notation of numbers."""
     if len(answer) > _MAX_CHARACTERS or depth > _MAX_BRACKETS:
         return Answer(answer.strip())
     text = _clean(answer)
@@ -99,7 +99,7 @@ def normal_form(answer: str, depth: int = 0) -> Answer:
 
 
 def _clean(text: str) -> str:
-    """Return the text without wrappers, LaTeX's spacing, signs of currency, and the variable that it is assigned to."""
+    """Return the text without wrappers, LaTeX spacing, currency signs, and an assigned variable."""
     for sign, plain in _SIGNS.items():
         text = text.replace(sign, plain)
     unwrapped = ""
@@ -116,7 +116,7 @@ def _clean(text: str) -> str:
 
 
 def _without_unit(text: str) -> str:
-    """Return the number, where what follows it are words that may be a unit."""
+    """Return the number without its unit, if the words after it may be a unit."""
     match = _NUMBER_AND_UNIT.fullmatch(text)
     if not match:
         return text
@@ -132,7 +132,7 @@ def _is_unit(word: str, has_gap: bool) -> bool:
 
 
 def _number(text: str) -> Fraction | None:
-    """Return the value of a number in any notation; None for what is none."""
+    """Return the value of a number in any notation, or None if it is not a number."""
     text = text.strip()
     sign = -1 if text.startswith("-") else 1
     size = text[1:].strip() if text[:1] in ("-", "+") else text
@@ -151,7 +151,7 @@ def _number(text: str) -> Fraction | None:
 
 def _scaled(decimal: str, exponent: str) -> Fraction | None:
     if len(exponent) > len(str(_MAX_EXPONENT)) + 1 or abs(int(exponent)) > _MAX_EXPONENT:
-        return None  # ten thousand million digits would be no answer either
+        return None  # ten billion digits are not an answer
     return Fraction(decimal.replace(",", "")) * Fraction(10) ** int(exponent)
 
 
@@ -163,13 +163,13 @@ def _mixed(whole: str | None, numerator: str, denominator: str) -> Fraction | No
 
 
 def _members(text: str, depth: int) -> str | None:
-    """Return a tuple, interval, set or list with each member in its normal form; None for what is none of these."""
+    """Return a tuple, interval, set or list with each member in normal form. Return None for anything else."""
     text = text.replace("\\{", "{").replace("\\}", "}").strip()
     bracketed = text[:1] + text[-1:] in _BRACKETS and _closes_at_end(text)
     inner = text[1:-1] if bracketed else text
     members = _split(inner)
     if len(members) == 1:
-        # A pair of round brackets around one thing groups it.
+        # Parentheses around a single item only group it.
         return normal_form(inner, depth + 1).text if bracketed and text[0] == "(" and text[-1] == ")" else None
     joined = ",".join(normal_form(member, depth + 1).text for member in members)
     return f"{text[0]}{joined}{text[-1]}" if bracketed else joined
@@ -185,7 +185,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """Return the parts between the commas that stand in no brackets."""
+    """Return the parts between commas outside of brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -197,7 +197,7 @@ def _split(text: str) -> list[str]:
 
 
 def _plain_text(text: str) -> str:
-    """Return expressions without spacing and signs of multiplication; braces around single characters restored."""
+    """Return expressions without spacing and multiplication signs, with braces around single characters restored."""
     text = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", text)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\(?:cdot|times)(?![A-Za-z])|\*", "", text)

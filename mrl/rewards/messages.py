@@ -1,6 +1,6 @@
 """Messages between the run, the supervisor and its workers: a ticket, a length, and that many bytes of JSON.
 
-`multiprocessing.connection` would block the supervisor at a worker that sends half a message, or reads none.
+`multiprocessing.connection` would block the supervisor on a worker that sends half a message, or does not read.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.errors import RewardError
 
-CONTROL = 0  # the ticket of what belongs to no sample
-GOES_ON = b'{"step":'  # how a body begins whose ticket stays with its worker
+CONTROL = 0  # ticket of messages that belong to no sample
+GOES_ON = b'{"step":'  # beginning of a body whose ticket stays with its worker
 MAX_SAMPLE_BYTES = 64 << 20
 MAX_REPLY_BYTES = 64 << 10
 _HEADER = struct.Struct(">QI")
 
 
 class FrameError(RewardError):
-    """Bytes that are no frame, or a frame that is longer than allowed."""
+    """Bytes that are not a frame, or a frame longer than allowed."""
 
 
 def frame(ticket: int, body: bytes) -> bytes:
@@ -35,12 +35,12 @@ def control(**values: Any) -> bytes:
 
 
 def to_json(value: Any) -> bytes:
-    """Return JSON as bytes; ASCII, so that half a surrogate pair in a response comes through as it is."""
+    """Return JSON as bytes. It is ASCII, so half a surrogate pair in a response stays unchanged."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def config_to_json(config: RewardConfig) -> bytes:
-    """Return the reward section as the supervisor is told it."""
+    """Return the section `reward` in the form sent to the supervisor."""
     try:
         return to_json(asdict(config))
     except (TypeError, ValueError) as error:
@@ -59,7 +59,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield every frame that `data` completes, as ticket and body."""
+        """Yield the ticket and body of every frame that `data` completes."""
         self._buffer += data
         while len(self._buffer) >= _HEADER.size:
             ticket, length = _HEADER.unpack_from(self._buffer)

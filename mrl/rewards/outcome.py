@@ -1,4 +1,4 @@
-"""What becomes of a sample: a score, or a failure with its kind, never a made-up 0; and the metrics of a batch."""
+"""Outcome of a sample: a score, or a failure with its kind, never an invented 0; and the metrics of a batch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ MAX_ANSWER_LENGTH = 1000
 
 @dataclass(frozen=True)
 class Score:
-    """The weighted sum, and what it was made of: function (or `function/part`) -> number.
+    """The weighted sum, and its parts: function (or `function/part`) -> number.
 
-    Without parts no function scores the sample's data source, and what a reward model says is all that it gets.
+    Without parts, no function scores the sample's data source, and its score comes only from reward models.
     """
 
     value: float
     parts: dict[str, float]
     seconds: float
     answer: str | None = None
-    """What a function took for the answer, empty where it found none; None where no function says so."""
+    """Answer that a function judged, empty if it found none. None if no function reports an answer."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A sample without a score: what kind of failure, and what is known about it."""
+    """A sample without a score: the kind of failure, and the details."""
 
     kind: FailureKind
     detail: str
@@ -49,11 +49,11 @@ Outcome = Score | Failure
 
 
 class BadResult(ValueError):
-    """What a reward function or an environment returned is not what it may return."""
+    """Invalid result of a reward function or an environment."""
 
 
 def numbers_of(result: Any) -> dict[str, float]:
-    """Return the numbers of what a reward function returned, `score` among them."""
+    """Return the numbers in the result of a reward function, including `score`."""
     if isinstance(result, dict):
         if "score" not in result:
             names = ", ".join(sorted(str(name)[:_MAX_NAME_LENGTH] for name in list(result)[:10]))
@@ -66,9 +66,9 @@ def numbers_of(result: Any) -> dict[str, float]:
 
 
 def answer_of(result: Any) -> str | None:
-    """Return the text under `answer` in what a reward function returned: its beginning, where it is very long.
+    """Return the text under `answer` in the result of a reward function, shortened if it is very long.
 
-    It is empty where the function says that it found none, and None where it speaks of no answer.
+    It is empty if the function reports that it found none, and None if the function reports no answer.
     """
     if not isinstance(result, dict) or "answer" not in result or not _is_answer("answer", result["answer"]):
         return None
@@ -81,16 +81,18 @@ def _is_answer(name: Any, value: Any) -> bool:
 
 def _part_name(name: Any) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_LENGTH or not name.isprintable():
-        raise BadResult(f"{name!r:.100} names a part; names are text of 1 to {_MAX_NAME_LENGTH} printable characters")
+        raise BadResult(
+            f"{name!r:.100} is the name of a part; names must be text of 1 to {_MAX_NAME_LENGTH} printable characters"
+        )
     return name
 
 
 def _finite(value: Any, subject: str) -> float:
     if inspect.iscoroutine(value):
-        value.close()  # or Python complains that nobody awaited it
-        raise BadResult(f"{subject}a coroutine; is an `await` missing?")
+        value.close()  # otherwise Python warns that it was never awaited
+        raise BadResult(f"{subject}a coroutine; an `await` may be missing")
     if value is None:
-        raise BadResult(f"{subject}None; is a `return` missing?")
+        raise BadResult(f"{subject}None; a `return` may be missing")
     if not isinstance(value, numbers.Real):
         size = f" of length {len(value)}" if isinstance(value, str | bytes | list | tuple | set | dict) else ""
         raise BadResult(f"{subject}of type {type(value).__name__}{size}, not a number")
@@ -104,20 +106,20 @@ def _finite(value: Any, subject: str) -> float:
 
 
 def failure_reply(kind: FailureKind, detail: str, seconds: float) -> dict[str, Any]:
-    """Return a failure as it travels, not longer than a reply may be."""
+    """Return a failure in the form sent to the run, shortened to the limit of a reply."""
     clipped = detail if len(detail) <= _MAX_DETAIL_LENGTH else f"{detail[:_MAX_DETAIL_LENGTH]} ..."
     return {"failure": kind, "detail": clipped, "seconds": seconds}
 
 
 def read_again(body: bytes) -> str:
-    """Return why a sample that has not failed itself is to be tried again; empty where it has an outcome."""
+    """Return why a sample that did not fail itself should be retried. Return an empty string if it has an outcome."""
     return str(json.loads(body)["again"]) if body.startswith(b'{"again":') else ""
 
 
 def read_reply(body: bytes, attempts: int, num_samples: int = 1) -> list[Outcome]:
-    """Return the outcome of each sample; a reward function may have written the reply, so it is checked like a result.
+    """Return the outcome of each sample. A reward function may have written the reply, so it is checked like a result.
 
-    What has failed has failed for each sample.
+    A failure applies to each sample of the group.
     """
     try:
         reply = json.loads(body)
@@ -127,11 +129,13 @@ def read_reply(body: bytes, attempts: int, num_samples: int = 1) -> list[Outcome
             raise ValueError(f"{len(reply['scores'])} scores of {num_samples} samples")
         return [_read_score(score, float(reply["seconds"])) for score in reply["scores"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return [Failure("crashed", f"its answer cannot be read: {error!r:.200}", 0.0, attempts)] * num_samples
+        return [
+            Failure("crashed", f"the reply of its worker cannot be read: {error!r:.200}", 0.0, attempts)
+        ] * num_samples
 
 
 def read_failure(reply: Mapping[str, Any], attempts: int) -> Failure:
-    """Return what `failure_reply` wrote, or raise `ValueError` or the like where something else did."""
+    """Return the failure written by `failure_reply`. Raise `ValueError` or similar for anything else."""
     if reply["failure"] not in FAILURE_KINDS:
         raise ValueError(f"unknown failure {reply['failure']!r:.100}")
     return Failure(reply["failure"], str(reply["detail"]), float(reply["seconds"]), attempts)
@@ -143,7 +147,8 @@ def _read_score(score: Any, seconds: float) -> Score:
 
 
 def sum_of(outcomes: Sequence[Outcome], max_abs_score: float | None = None) -> Outcome:
-    """Return what the outcomes of a sample come to: the first failure, or the sum of the scores, if it may be that."""
+    """Return the combined outcome of a sample: the first failure, or the sum of the scores if it is within the
+    limits."""
     for outcome in outcomes:
         if isinstance(outcome, Failure):
             return outcome
@@ -161,16 +166,17 @@ def sum_of(outcomes: Sequence[Outcome], max_abs_score: float | None = None) -> O
 
 
 def reward_metrics(samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return `reward/score/mean` and the like, the same as `reward/<data source>/...`, and the failures by kind.
+    """Return `reward/score/mean` and similar metrics, the same for `reward/<data source>/...`, and the failures by
+    kind.
 
-    Failed samples are counted, and in no mean; where nothing was scored there is no mean.
+    Failed samples are counted, but excluded from means. Without scored samples there is no mean.
     """
     by_source: dict[str, list[Outcome]] = defaultdict(list)
     for sample, outcome in zip(samples, outcomes, strict=True):
         by_source[sample.data_source].append(outcome)
     metrics = _figures("reward", outcomes)
-    for source, of_source in by_source.items():
-        metrics |= _figures(f"reward/{source}", of_source)
+    for source, source_outcomes in by_source.items():
+        metrics |= _figures(f"reward/{source}", source_outcomes)
     for kind in FAILURE_KINDS:
         failed = [outcome for outcome in outcomes if isinstance(outcome, Failure) and outcome.kind == kind]
         metrics[f"reward/failed/{kind}"] = len(failed)

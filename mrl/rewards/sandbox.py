@@ -1,7 +1,7 @@
-"""Run a program that a model wrote in a process of its own, watch what it uses, and leave nothing of it.
+"""Run a program that a model wrote in its own process, watch its resource use, and remove everything afterwards.
 
-What it can reach is up to the kernel (`confinement`, `contained`); how long it takes, what it says and how many files
-and threads it has is watched from here. It cannot start a process, so ending it is one signal.
+The kernel restricts what it can reach (`confinement`, `contained`). This module watches its time, its output, and its
+numbers of files and threads. The program cannot start a process, so one signal ends it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo"),
     "/dev/urandom",
 )
-# The same hashes in every process, and libraries that start no threads of their own.
+# The same hashes in every process, and libraries without extra threads.
 _VARIABLES = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LANG": "C.UTF-8"}
 _VARIABLES |= {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
 _PYTHON = (sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8", contained.__file__)
@@ -47,27 +47,27 @@ _PYTHON = (sys.executable, "-s", "-S", "-P", "-B", "-X", "utf8", contained.__fil
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one program may use."""
+    """Limits of one program."""
 
     test_s: float = 2.0
-    """For each test: computing, sleeping and waiting count, waiting for a busy processor does not."""
+    """Seconds for each test. Computing, sleeping and waiting count; waiting for a busy processor does not."""
     program_s: float = 8.0
-    """For all tests together; keep it below reward.limit_s. Tests that it leaves out are not passed."""
+    """Seconds for all tests together. Keep it below reward.limit_s. Tests that do not run count as failed."""
     memory_bytes: int = 1 << 30
     """Address space; never more than reward.memory_bytes."""
     output_bytes: int = 1 << 20
-    """Of a test."""
+    """Output of one test."""
     file_bytes: int = 16 << 20
-    """Of the files in its directory."""
+    """Size of the files in its directory."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise RewardError(f"limits.{name} is {value!r:.60}, which is no number above 0", where="code")
+                raise RewardError(f"limits.{name} is {value!r:.60}, but must be a number above 0", where="code")
 
 
 class ProgramEnded(Exception):
-    """A program that used more than it may; the reason names what of."""
+    """A program exceeded a limit; the reason says which one."""
 
     def __init__(self, reason: Literal["time", "output", "files", "threads"]) -> None:
         super().__init__(reason)
@@ -75,20 +75,21 @@ class ProgramEnded(Exception):
 
 
 class ContainedProgram:
-    """A process that runs a program; leaving the `with` block ends it and removes its directory."""
+    """A process that runs a program. Leaving the `with` block ends it and removes its directory."""
 
     def __init__(
         self, files: Mapping[str, str], stdin: str, tests: range, limits: Limits, *, keeps_errors: bool = False
     ) -> None:
-        """Start it. `tests` are those of `tests.py` that it runs; where there are none, the program reads `stdin`.
+        """Start the process. `tests` are the numbers of the tests in `tests.py` to run. Without tests, the program
+        reads `stdin`.
 
-        With `keeps_errors` what it writes to standard error is part of its output.
+        With `keeps_errors`, standard error is part of the output.
         """
         check_confinement()
         self._limits = limits
         self._output, self._has_closed, self._has_ended = b"", False, False
         self.used_s = 0.0
-        """What all reading so far has taken of the program's time."""
+        """Seconds of the program's time used so far."""
         with contextlib.ExitStack() as stack:
             self._directory = stack.enter_context(_private_directory())
             for name, text in files.items():
@@ -99,12 +100,12 @@ class ContainedProgram:
             stack.callback(self._process.kill)
             self._pidfd = os.pidfd_open(self._process.pid)
             stack.callback(os.close, self._pidfd)
-            assert self._process.stdout is not None, "it was asked for as a pipe"
+            assert self._process.stdout is not None, "stdout is a pipe"
             self._pipe, self._poll = self._process.stdout.fileno(), select.poll()
             for descriptor in (self._pipe, self._pidfd):
                 self._poll.register(descriptor, select.POLLIN)
-            if (said := self.line(_START_S).decode(errors="replace")) != contained.READY:
-                raise RewardError(f"no contained process can be started: {said or 'it ended at once'}")
+            if (first_line := self.line(_START_S).decode(errors="replace")) != contained.READY:
+                raise RewardError(f"cannot start a contained process: {first_line or 'it exited immediately'}")
             self.used_s = 0.0
             self._stack = stack.pop_all()
 
@@ -115,13 +116,13 @@ class ContainedProgram:
         self._stack.close()
 
     def line(self, limit_s: float) -> bytes:
-        """Return the next line of its output; nothing where it has ended without one."""
+        """Return the next line of its output, or nothing if it has ended without one."""
         self._read_until(lambda: b"\n" in self._output or self._has_closed, limit_s)
         line, newline, self._output = self._output.partition(b"\n")
         return line if newline else b""
 
     def rest(self, limit_s: float) -> tuple[int, bytes]:
-        """Wait for its end, and return its status with what it has put out."""
+        """Wait for its end, and return its status and its output."""
         self._read_until(lambda: self._has_closed and self._has_ended, limit_s)
         return self._process.wait(), self._output
 
@@ -134,11 +135,14 @@ class ContainedProgram:
             resource.RLIMIT_CORE: 0,
         }
         limits = ",".join(f"{limit}:{value}" for limit, value in most.items())
-        with _descriptor(_sealed(stdin)) as given, _descriptor(landlock_ruleset(_READABLE, self._directory)) as ruleset:
+        with (
+            _descriptor(_sealed(stdin)) as stdin_file,
+            _descriptor(landlock_ruleset(_READABLE, self._directory)) as ruleset,
+        ):
             words = [os.getpid(), ruleset, seccomp_filter().hex(), limits, tests.start, tests.stop, *_PACKAGES]
             return subprocess.Popen(
                 [*_PYTHON, *map(str, words)],
-                stdin=given,
+                stdin=stdin_file,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 cwd=self._directory,
@@ -162,7 +166,7 @@ class ContainedProgram:
             self.used_s += _own_s(self._use(), begin)
 
     def _take(self, descriptor: int) -> None:
-        """Read what it has put out, or note that it has closed its output or ended."""
+        """Read its output, or note that it has closed its output or ended."""
         data = os.read(descriptor, 1 << 16) if descriptor == self._pipe else b""
         self._output += data
         if not data:
@@ -185,22 +189,23 @@ class ContainedProgram:
                     raise ProgramEnded("files")
 
     def _use(self) -> tuple[float, float, int]:
-        """Return its seconds of computing, the seconds of the clock less those for a processor, and its threads."""
+        """Return its CPU seconds, the clock time without waiting for a processor, and its number of threads."""
         process, waited_ns = Path("/proc", str(self._process.pid)), 0
         fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
         for task in (process / "task").iterdir():
-            with contextlib.suppress(OSError, IndexError):  # a thread that has just ended, or a kernel that counts none
+            # a thread that has just ended, or a kernel without this counter
+            with contextlib.suppress(OSError, IndexError):
                 waited_ns += int((task / "schedstat").read_bytes().split()[1])
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S, time.monotonic() - waited_ns / 1e9, int(fields[17])
 
 
 def _own_s(use: tuple[float, float, int], begin: tuple[float, float, int]) -> float:
-    """Return the seconds between two looks that are the program's own: a busy machine costs it none."""
+    """Return the program's own seconds between two checks. Time in which the machine was busy does not count."""
     return max(use[0] - begin[0], use[1] - begin[1])
 
 
 def _sealed(text: str) -> int:
-    """Return a file in memory that nobody can change."""
+    """Return a file in memory that no process can change."""
     file = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(file, "w", encoding="utf-8", errors="replace", newline="", closefd=False) as opened:
         opened.write(text)
@@ -219,10 +224,10 @@ def _descriptor(descriptor: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _private_directory() -> Iterator[Path]:
-    """Make a directory, and hold a lock on it while it is used."""
+    """Create a directory, and hold a lock on it while it is used."""
     _remove_stale(tempfile.gettempdir())
     lock = None
-    while lock is None:  # somebody who looked for stale ones may come before the lock, and removes it
+    while lock is None:  # another process may remove it as stale before the lock is taken
         directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         lock = _lock(directory)
     with _descriptor(lock):
@@ -234,7 +239,7 @@ def _private_directory() -> Iterator[Path]:
 
 @cache
 def _remove_stale(temporary: str) -> None:
-    """Remove the directories of workers that were killed while a program ran; once in a process."""
+    """Remove the directories of workers that were killed while a program ran. Runs once per process."""
     for path in Path(temporary).glob(f"{_PREFIX}*"):
         if (lock := _lock(path)) is not None:
             with _descriptor(lock):
@@ -242,7 +247,7 @@ def _remove_stale(temporary: str) -> None:
 
 
 def _lock(directory: Path) -> int | None:
-    """Return a descriptor that holds the lock of a directory; None where it is gone, held or somebody else's."""
+    """Return a descriptor that holds the lock of a directory. Return None if it is gone, held, or another user's."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

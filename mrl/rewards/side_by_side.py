@@ -1,7 +1,8 @@
-"""Many samples in one worker at once: coroutines on one loop, each with its own limit.
+"""Many samples in one worker at once: coroutines on one event loop, each with its own limit.
 
-One that waits for ever costs itself alone. One that computes for ever holds up the rest, and the supervisor kills the
-worker: by the ticket of who runs, which stands in memory that both see, it knows who that was.
+A coroutine that waits forever affects only its own sample. A coroutine that computes forever blocks the others, so the
+supervisor kills the worker. Shared memory holds the ticket of the running sample, so the supervisor knows which sample
+it was.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from mrl.rewards.outcome import failure_reply
 
 _TICKET: ContextVar[int] = ContextVar("ticket", default=0)
 _STACK_BYTES = 1 << 20
-"""Of a thread of `asyncio.to_thread`: usual are eight times as many of the worker's address space."""
+"""Stack of a thread of `asyncio.to_thread`. The default takes eight times as much of the worker's address space."""
 _NUMBER = struct.Struct("Q")
 Answer = Callable[[int, bytes], Coroutine[Any, Any, dict[str, Any]]]
-"""Makes of a ticket and what came with it what is answered."""
+"""Computes the answer for a ticket and its request."""
 
 
 class Running:
-    """The ticket of the sample whose code a worker runs at the moment, which its parent reads; 0 for none."""
+    """Ticket of the sample whose code the worker is running, readable by its parent; 0 if none."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _NUMBER.size)  # shared with what is forked from here
+        self._memory = mmap.mmap(-1, _NUMBER.size)  # shared with processes forked from this one
 
     @property
     def ticket(self) -> int:
@@ -49,7 +50,7 @@ class Running:
 
 
 class _Traced(Coroutine[Any, Any, Any]):
-    """A coroutine that says whose it is for as long as it runs, until it waits for something."""
+    """A coroutine that records its ticket while it runs, until it waits for something."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any], running: Running, ticket: int) -> None:
         self._inner, self._running, self._ticket = inner, running, ticket
@@ -75,7 +76,7 @@ class _Traced(Coroutine[Any, Any, Any]):
 
 
 class SideBySide:
-    """Answers each frame as its coroutines are done, until the channel closes or it is time for a fresh process."""
+    """Answers each frame when its coroutine is done, until the channel closes or a fresh process is due."""
 
     def __init__(
         self, channel: socket.socket, limits: RewardConfig | AgentConfig, running: Running, answer: Answer
@@ -85,7 +86,7 @@ class SideBySide:
         self._max_samples = limits.samples_per_worker
         self._reader = FrameReader(MAX_SAMPLE_BYTES)
         self._jobs: set[asyncio.Task[None]] = set()
-        self._open: set[int] = set()  # tickets that go on
+        self._open: set[int] = set()  # tickets of samples that continue
         self._num_granted = self._num_answered = 0
         self._home, self._own = os.getcwd(), os.getpid()
         self._is_leaving = False
@@ -98,7 +99,8 @@ class SideBySide:
         loop = asyncio.get_running_loop()
         self._end: asyncio.Future[None] = loop.create_future()
         loop.set_task_factory(self._make_task)
-        loop.set_default_executor(ThreadPoolExecutor(self._limits.concurrency))  # `asyncio.to_thread` has few
+        # the default for `asyncio.to_thread` is small
+        loop.set_default_executor(ThreadPoolExecutor(self._limits.concurrency))
         loop.add_reader(self._channel, self._read)
         for _ in range(min(self._limits.concurrency, self._max_samples)):
             self._grant()
@@ -108,7 +110,7 @@ class SideBySide:
         return asyncio.Task(_Traced(coroutine, self._running, _TICKET.get()), loop=loop, **options)
 
     def _grant(self) -> None:
-        """Say that one more sample may come."""
+        """Announce that one more sample may be sent."""
         self._num_granted += 1
         self._channel.sendall(control(ready=True))
 
@@ -134,18 +136,18 @@ class SideBySide:
         job = asyncio.create_task(self._answer(ticket, body))
         done, _ = await asyncio.wait({job}, timeout=limit_s)
         if os.getpid() != self._own:
-            os._exit(0)  # a fork of the reward function that came back out of it
+            os._exit(0)  # a fork inside the reward function that returned from it
         reply = job.result() if done else failure_reply("timeout", too_late(limit_s), time.monotonic() - begin)
         job.cancel()
-        self._channel.sendall(frame(ticket, said := to_json(reply)))
-        if said.startswith(GOES_ON):
+        self._channel.sendall(frame(ticket, answer := to_json(reply)))
+        if answer.startswith(GOES_ON):
             self._open.add(ticket)
             return
         self._open.discard(ticket)
         self._num_answered += 1
         self._is_leaving |= self._num_granted >= self._max_samples or reply.get("failure") == "memory"
         if len(self._jobs) == 1 and not self._open:
-            clean_up(self._home)  # what was started for other samples runs for them
+            clean_up(self._home)  # otherwise processes that other samples started may still be in use
         if not self._is_leaving:
             self._grant()
         elif self._num_answered == self._num_granted and not self._end.done():
@@ -157,7 +159,7 @@ def too_late(limit_s: float) -> str:
 
 
 def clean_up(home: str) -> None:
-    """End what a reward function left running, and undo what would reach the next sample."""
+    """End processes that a reward function left running, and reset state that would affect the next sample."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     os.chdir(home)
     while has_children():

@@ -1,8 +1,8 @@
-"""The supervisor: a process of its own between a run and its reward workers. `python -m mrl.rewards.supervisor`.
+"""The supervisor: a separate process between a run and its reward workers. `python -m mrl.rewards.supervisor`.
 
-It hands a sample to a worker that is ready for one, starts that sample's clock, kills the worker where the time is up,
-starts another in its place, and answers for every sample that it was given. It runs no code but mrl's, and it ends,
-with everything below it, when the run that started it does.
+It gives a sample to a ready worker, starts the sample's clock, kills the worker if time is up, starts a replacement,
+and answers for every sample that it received. It runs only mrl's code. When the run that started it ends, it ends with
+all processes below it.
 """
 
 from __future__ import annotations
@@ -43,44 +43,45 @@ _BEAT_S = 1.0
 _SWEEP_S = 0.01
 _END_S = 5.0
 _TURN_S = 1.0  # for a worker to be ready again after a sample
-_MAX_FAILED_STARTS = 3  # in a row: the next would fail as well
+_MAX_FAILED_STARTS = 3  # in a row: the next one would fail too
 _STDIN, _STDOUT = 0, 1
 
 RunWorker = Callable[[socket.socket, int, Running], NoReturn]
-"""What a worker does with its channel, the process that it dies with, and where it says whose code runs."""
+"""Main function of a worker. It takes its channel, the process that it ends with, and the shared ticket of the running
+sample."""
 
 
 class WorkerHandle:
-    """A worker that was started; it is thrown away with its process."""
+    """A started worker. A new process gets a new handle."""
 
     def __init__(self, limits: RewardConfig | AgentConfig, run_worker: RunWorker, max_reply_bytes: int) -> None:
-        self.channel, theirs = socket.socketpair()
+        self.channel, worker_channel = socket.socketpair()
         supervisor = os.getpid()
         self._running = Running()
         self.pid = os.fork()
         if self.pid == 0:
-            run_worker(theirs, supervisor, self._running)
-        theirs.close()
+            run_worker(worker_channel, supervisor, self._running)
+        worker_channel.close()
         self.channel.setblocking(False)
         self._limits = limits
         self.started = False
-        """Whether it ever was ready."""
+        """Whether the worker has ever been ready."""
         self.clocks: dict[int, WorkerClock] = {}
-        """Of each sample that it has in hand, since it got it."""
+        """Clock of each sample that the worker is processing, started when it was assigned."""
         self.open: set[int] = set()
-        """Tickets that go on here, whose next frame the run has to send."""
+        """Tickets that continue in this worker, for which the run sends the next frame."""
         self.num_wanted = 0
-        """Samples that it is ready for."""
+        """Number of samples that the worker is ready for."""
         self.clock = WorkerClock(self.pid)
-        """Runs since it was last waited for, while it has none."""
+        """Clock while the worker has no sample, started when it was last waited for."""
         self._reader = FrameReader(max_reply_bytes)
         self.outgoing = bytearray()
-        """What the channel was too full for."""
+        """Data that the channel had no room for."""
 
     @property
     def limit_s(self) -> float:
-        """How much time it may take: for each sample, or to be ready for one."""
-        if self.clocks:  # of several, each ends at its limit by itself, but where another does not let it
+        """Time limit: for each sample, or for becoming ready."""
+        if self.clocks:  # with several samples, each ends itself at its limit, unless another one blocks it
             return self._limits.limit_s + (_TURN_S if self._limits.concurrency > 1 else 0.0)
         if self.num_wanted or self.open:
             return float("inf")
@@ -96,14 +97,14 @@ class WorkerHandle:
 
     @property
     def culprits(self) -> list[int]:
-        """The sample whose code runs; where none is known to, those that are late, or else all."""
+        """Tickets of the sample whose code is running; if unknown, of the late samples, or else of all."""
         if self._running.ticket in self.clocks:
             return [self._running.ticket]
         late = [ticket for ticket, clock in self.clocks.items() if clock.seconds >= self.limit_s]
         return late or list(self.clocks)
 
     def assign(self, ticket: int, body: bytes) -> None:
-        """Give it a sample, or the next frame of one that goes on here, and start the clock."""
+        """Assign a sample, or the next frame of a sample that continues here, and start its clock."""
         if ticket in self.open:
             self.open.remove(ticket)
         else:
@@ -113,12 +114,12 @@ class WorkerHandle:
         self.write()
 
     def write(self) -> None:
-        """Send as much as the channel takes."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # reading tells of the end
+        """Send as much as the channel accepts."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):  # a read will detect the end
             del self.outgoing[: self.channel.send(self.outgoing)]
 
     def read(self) -> Iterator[tuple[int, bytes]] | None:
-        """Return the frames that have come; None where the worker has closed its end."""
+        """Return the received frames, or None if the worker has closed its end."""
         try:
             data = self.channel.recv(1 << 16)
         except BlockingIOError:
@@ -128,7 +129,7 @@ class WorkerHandle:
         return self._reader.feed(data) if data else None
 
     def end(self) -> None:
-        """Kill the worker with its group; what left the group comes to the supervisor as an orphan."""
+        """Kill the worker and its process group. Processes that left the group become orphans of the supervisor."""
         self.channel.close()
         end_group(self.pid)
 
@@ -149,7 +150,7 @@ class Supervisor:
         self._queue: deque[tuple[int, bytes]] = deque()
         self._workers: set[WorkerHandle] = set()
         self._lost: dict[int, str] = {}
-        """Tickets that would go on in a worker that has ended, and how it did: the answer to their next frame."""
+        """Tickets that were to continue in a worker that has ended, with the reason: the answer to their next frame."""
         self._outgoing = bytearray()
         self._is_closing = False
         self._has_orphans = False
@@ -177,7 +178,7 @@ class Supervisor:
             time.sleep(_SWEEP_S)
 
     def _listen(self) -> None:
-        """Wait for what is to be read, and to be written where there is something to write, and handle it."""
+        """Wait until something can be read or, if there is output, written, and handle it."""
         poll, handlers = select.poll(), {_STDIN: self._read_run}
         poll.register(_STDIN, select.POLLIN)
         if self._outgoing:
@@ -194,7 +195,7 @@ class Supervisor:
     def _read_run(self) -> None:
         data = os.read(_STDIN, 1 << 20)
         samples = list(self._reader.feed(data))
-        # The run says when it closes: a process that it has forked may hold the pipe open.
+        # The run announces its close, because a process that it forked may keep the pipe open.
         self._is_closing = not data or any(ticket == CONTROL for ticket, _ in samples)
         for ticket, body in samples:
             if not body.startswith(GOES_ON):
@@ -202,8 +203,8 @@ class Supervisor:
             elif holder := next((worker for worker in self._workers if ticket in worker.open), None):
                 holder.assign(ticket, body)
             else:
-                why = self._lost.pop(ticket, "its process does not hold it")
-                self._outgoing += frame(ticket, to_json({"again": why}))
+                reason = self._lost.pop(ticket, "its process does not have it")
+                self._outgoing += frame(ticket, to_json({"again": reason}))
 
     def _write_run(self) -> None:
         try:
@@ -212,7 +213,7 @@ class Supervisor:
             self._is_closing = True
 
     def _beat(self) -> None:
-        """Send a sign of life to the run; not into a pipe that it does not empty."""
+        """Send a sign of life to the run, unless the pipe is full."""
         if time.monotonic() - self._last_beat >= _BEAT_S and not self._outgoing:
             self._last_beat = time.monotonic()
             self._outgoing += control(beat=True)
@@ -220,9 +221,9 @@ class Supervisor:
     # --- the workers --------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Assign samples to the workers that are ready, as far as the rate allows."""
+        """Assign samples to ready workers, as far as the rate limit allows."""
         ready = [worker for worker in self._workers for _ in range(worker.num_wanted)]
-        for worker in sorted(ready, key=lambda each: len(each.clocks)):
+        for worker in sorted(ready, key=lambda ready_worker: len(ready_worker.clocks)):
             if not self._queue or time.monotonic() < self._next_hand_out:
                 return
             worker.assign(*self._queue.popleft())
@@ -238,7 +239,7 @@ class Supervisor:
             for ticket, body in frames or ():
                 self._take(worker, ticket, body)
         except (FrameError, ValueError) as error:
-            self._fail_sample(worker, "crashed", f"its process sent something else than an answer: {error}")
+            self._fail_sample(worker, "crashed", f"its process sent an invalid message: {error}")
             return
         if frames is None:
             worker.end()
@@ -247,15 +248,15 @@ class Supervisor:
     def _take(self, worker: WorkerHandle, ticket: int, body: bytes) -> None:
         if ticket != CONTROL:
             if ticket not in worker.clocks:
-                raise FrameError("an answer that nobody asked for")
+                raise FrameError("an answer without a request")
             self._outgoing += frame(ticket, body)
             del worker.clocks[ticket]
             worker.clock = WorkerClock(worker.pid)
             if self._is_of_agents and body.startswith(GOES_ON):
                 worker.open.add(ticket)
         elif worker.num_wanted + len(worker.clocks) + len(worker.open) < self._limits.concurrency:
-            said = json.loads(body)
-            if "problems" in said:
+            message = json.loads(body)
+            if "problems" in message:
                 self._abort(body)
                 return
             if not worker.started:
@@ -265,7 +266,7 @@ class Supervisor:
             worker.num_wanted += 1
 
     def _abort(self, problems: bytes) -> None:
-        """Tell the run why no worker can be had, and start no other."""
+        """Report to the run why no worker can start, and stop starting workers."""
         self._failed_starts = _MAX_FAILED_STARTS
         self._outgoing += frame(CONTROL, problems)
 
@@ -276,10 +277,10 @@ class Supervisor:
                 self._fail_sample(worker, "timeout", too_late(self._limits.limit_s) if worker.clocks else late)
 
     def _fail_sample(self, worker: WorkerHandle, kind: FailureKind, detail: str) -> None:
-        """End a worker; what it ended for has failed, and what else it had in hand is tried again.
+        """End a worker. The sample that caused it has failed, and its other samples are retried.
 
-        What it held open for its next frame is answered when that comes: each frame of the run has one answer.
-        Between two samples it costs nobody anything.
+        Samples that it held for their next frame are answered when that frame arrives, because each frame of the run
+        gets one answer. Between two samples, no sample is affected.
         """
         culprits = worker.culprits
         self._stop_worker(worker)
@@ -290,8 +291,8 @@ class Supervisor:
         if not worker.clocks and not worker.started and self._failed_starts < _MAX_FAILED_STARTS:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
-                whose = "agent" if self._is_of_agents else "reward"
-                what = f"no {whose} worker can be started, {_MAX_FAILED_STARTS} in a row failed: {detail}"
+                kind_of_worker = "agent" if self._is_of_agents else "reward"
+                what = f"no {kind_of_worker} worker can start; {_MAX_FAILED_STARTS} in a row failed: {detail}"
                 self._abort(to_json({"problems": [what]}))
 
     def _stop_worker(self, worker: WorkerHandle) -> None:
@@ -300,7 +301,7 @@ class Supervisor:
         self._has_orphans = True
 
     def _reap_orphans(self) -> None:
-        """End what the workers that are gone have left; each round reaches one generation deeper."""
+        """End processes left by workers that are gone. Each round reaches one generation deeper."""
         if self._has_orphans:
             for child in children() - {worker.pid for worker in self._workers}:
                 end_group(child)
@@ -308,7 +309,7 @@ class Supervisor:
             self._has_orphans = bool(children() - {worker.pid for worker in self._workers})
 
     def _wait_s(self) -> float:
-        """Return the seconds until something has to be done although nothing is received."""
+        """Return the seconds until work is due even if nothing is received."""
         waits = [_BEAT_S, *(worker.look_in_s for worker in self._workers)]
         if self._has_orphans:
             waits.append(_SWEEP_S)
@@ -321,7 +322,7 @@ class Supervisor:
 def supervise(
     workers: Callable[[bytes], tuple[RewardConfig | AgentConfig, RunWorker]], max_reply_bytes: int = MAX_REPLY_BYTES
 ) -> None:
-    """Read what the run tells first, and keep the workers that it means until the run closes its end."""
+    """Read the first message of the run, and keep its workers running until the run closes its end."""
     reader = FrameReader(MAX_SAMPLE_BYTES)
     frames: list[tuple[int, bytes]] = []
     while not frames:
@@ -333,12 +334,12 @@ def supervise(
     Supervisor(limits, run_worker, reader, max_reply_bytes).run()
 
 
-def reward_workers(told: bytes) -> tuple[RewardConfig | AgentConfig, RunWorker]:
-    """Return the workers of the section `reward`; load what is mrl's own so that they need not."""
-    config = config_from_json(told)
+def reward_workers(section_json: bytes) -> tuple[RewardConfig | AgentConfig, RunWorker]:
+    """Return the workers of the section `reward`. Load mrl's own functions here, so that workers need not."""
+    config = config_from_json(section_json)
     for label, function in config.functions.items():
         if function.name in BUILT_IN:
-            with contextlib.suppress(MrlError, ImportError):  # the first worker meets the same error, and says so
+            with contextlib.suppress(MrlError, ImportError):  # the first worker raises the same error and reports it
                 load_reward_function(label, function)
     return config, partial(run_worker, config)
 

@@ -1,8 +1,8 @@
 """One worker: a process that scores one sample after another, and may be killed at any time.
 
-It is forked by the supervisor, so it starts at once, and it is all that a reward function can harm: it has limits on
-memory and files, no secrets in its environment, no way to the run's files but by their names, and what it leaves
-running is ended. This is containment of accidents, not a sandbox: code that means harm needs one around it.
+The supervisor forks it, so it starts at once, and it limits the damage of a reward function: memory and files are
+limited, the environment contains no secrets, the run's files are reachable only by name, and its remaining processes
+are ended. This contains accidents. It is not a sandbox: malicious code needs one around it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RewardFunction:
     function: Callable[..., Any]
 
     async def scores(self, samples: list[Sample], *, in_loop: bool) -> list[Score]:
-        """Return its share in the score of each sample: of a group, or of the one that there is."""
+        """Return the share of each sample's score: of the group, or of the single sample."""
         result = self.function(samples if self.config.group else samples[0], **self.config.options)
         if inspect.iscoroutine(result):
             result = await result if in_loop else asyncio.run(result)
@@ -50,7 +50,7 @@ class RewardFunction:
             size = f" of length {len(results)}" if isinstance(results, list | tuple) else ""
             what = f"the result is of type {type(results).__name__}{size}, not a list of {len(samples)} results"
             raise BadResult(what)
-        return [self._share(each) for each in results]
+        return [self._share(item) for item in results]
 
     def _share(self, result: Any) -> Score:
         numbers = numbers_of(result)
@@ -59,13 +59,13 @@ class RewardFunction:
 
 
 def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunction:
-    """Load a function and try its options."""
+    """Load a function and check its options."""
     try:
         function = load_attribute(BUILT_IN.get(config.name, config.name))
     except ModuleNotFoundError as error:
         if config.name not in BUILT_IN:
             raise
-        raise SetupError(f"it needs {error.name}, which is not installed", fix='pip install "mrl[math]"') from error
+        raise SetupError(f"{error.name} is required but not installed", fix='pip install "mrl[math]"') from error
     if not callable(function):
         raise NameUnknown(f'"{config.name}" is a {type(function).__name__}, not a function')
     try:
@@ -77,7 +77,7 @@ def load_reward_function(label: str, config: RewardFunctionConfig) -> RewardFunc
 
 
 def run_worker(config: RewardConfig, channel: socket.socket, supervisor: int, running: Running) -> NoReturn:
-    """Score what comes through the channel until it closes; never returns into the supervisor's code."""
+    """Score the samples of the channel until it closes. Never return to the supervisor's code."""
     status = 1
     try:
         loaded: list[RewardFunction | str] = []
@@ -85,9 +85,9 @@ def run_worker(config: RewardConfig, channel: socket.socket, supervisor: int, ru
             contain_process(channel, config.memory_bytes, supervisor)
             loaded += [_load(label, function) for label, function in config.functions.items()]
         except OSError as error:
-            loaded.append(f"a reward worker cannot take on its limits: {error}")
-        functions = [each for each in loaded if isinstance(each, RewardFunction)]
-        if problems := [each for each in loaded if isinstance(each, str)]:
+            loaded.append(f"a reward worker cannot set its limits: {error}")
+        functions = [item for item in loaded if isinstance(item, RewardFunction)]
+        if problems := [item for item in loaded if isinstance(item, str)]:
             channel.sendall(control(problems=problems))
         elif config.concurrency == 1:
             channel.sendall(control(ready=True))
@@ -101,7 +101,7 @@ def run_worker(config: RewardConfig, channel: socket.socket, supervisor: int, ru
 
 
 def contain_process(channel: socket.socket, memory_bytes: int, supervisor: int) -> None:
-    """Leave nothing of the supervisor but the channel, and take on the limits."""
+    """Close everything inherited from the supervisor except the channel, and set the limits."""
     die_with(supervisor)
     os.setsid()
     adopt_orphans()
@@ -110,12 +110,12 @@ def contain_process(channel: socket.socket, memory_bytes: int, supervisor: int) 
         os.dup2(nothing, standard)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != channel.fileno():
-            with contextlib.suppress(OSError):  # the one that listed them is gone already
+            with contextlib.suppress(OSError):  # the descriptor that listed them is already closed
                 os.close(int(name))
-    # What a reward function forks has no business on the channel.
+    # Processes forked by a reward function must not use the channel.
     os.register_at_fork(after_in_child=channel.close)
     with contextlib.suppress(OSError):  # /proc may be read-only
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the run itself goes last
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, kill workers before the run
     _lower(resource.RLIMIT_AS, memory_bytes)
     _lower(resource.RLIMIT_FSIZE, _MAX_FILE_BYTES)
     _lower(resource.RLIMIT_CORE, 0)
@@ -128,25 +128,25 @@ def _lower(limit: int, value: int) -> None:
 
 
 def _load(label: str, config: RewardFunctionConfig) -> RewardFunction | str:
-    """Return the function, after the `warm_up()` of its module: what it imports late is not charged to a sample."""
+    """Return the function after calling `warm_up()` of its module, so that late imports are not charged to a sample."""
     try:
         function = load_reward_function(label, config)
         warm_up = getattr(sys.modules[BUILT_IN.get(config.name, config.name).partition(":")[0]], "warm_up", None)
         if warm_up is not None:
             warm_up()
         return function
-    except BaseException as error:  # importing a user's module may raise anything, SystemExit included
+    except BaseException as error:  # importing a user's module may raise anything, including SystemExit
         return f"reward.functions.{label}: {config.name} cannot be loaded: {describe(error)}"
 
 
 def _serve(channel: socket.socket, functions: list[RewardFunction], config: RewardConfig) -> None:
-    """Answer each frame with one, and say that the next may come."""
+    """Answer each frame, and announce that the next may be sent."""
     reader, scored, home, own = FrameReader(MAX_SAMPLE_BYTES), 0, os.getcwd(), os.getpid()
     while data := channel.recv(1 << 20):
         for ticket, body in reader.feed(data):
             reply = score_sample(functions, body, config.memory_bytes)
             if os.getpid() != own:
-                return  # a fork of the reward function that came back out of it
+                return  # a fork inside the reward function that returned from it
             clean_up(home)
             scored += 1
             stays = scored < config.samples_per_worker and reply.get("failure") != "memory"
@@ -156,19 +156,20 @@ def _serve(channel: socket.socket, functions: list[RewardFunction], config: Rewa
 
 
 def score_sample(functions: list[RewardFunction], body: bytes, memory_bytes: int) -> dict[str, Any]:
-    """Return what `score_job` does of what is alone in this process; a coroutine gets a loop of its own."""
+    """Return the result of `score_job` for a sample that is alone in this process. A coroutine gets its own event
+    loop."""
     try:
         score_job(functions, memory_bytes, 0, body, in_loop=False).send(None)
     except StopIteration as done:
         reply: dict[str, Any] = done.value
         return reply
-    raise AssertionError("nothing else in it waits")
+    raise AssertionError("score_job never waits outside of a loop")
 
 
 async def score_job(
     functions: list[RewardFunction], memory_bytes: int, ticket: int, body: bytes, *, in_loop: bool = True
 ) -> dict[str, Any]:
-    """Return what the functions say about a sample, or about each of a group, or how they failed, ready to be sent."""
+    """Return the scores of a sample, or of each sample in a group, or the failure, ready to be sent."""
     begin, label = time.monotonic(), ""
     kind: FailureKind
     try:
@@ -178,35 +179,35 @@ async def score_job(
             if function.config.group != is_group(body) or not function.config.scores(samples[0].data_source):
                 continue
             label = function.label
-            # Each gets its own copies: what one does to its samples the next one does not see.
-            found = await function.scores(Sample.all_from_json(body), in_loop=in_loop)
-            for of_sample, share in zip(shares, found, strict=True):
-                of_sample.append(share)
+            # Each function gets its own copies, so it cannot affect the next one.
+            results = await function.scores(Sample.all_from_json(body), in_loop=in_loop)
+            for sample_shares, share in zip(shares, results, strict=True):
+                sample_shares.append(share)
         scores = []
-        for of_sample in shares:
-            score = sum_of(of_sample)
+        for sample_shares in shares:
+            score = sum_of(sample_shares)
             if isinstance(score, Failure):
                 raise BadResult(score.detail)
-            told = {"value": score.value, "parts": score.parts, "answer": score.answer}
-            scores.append({name: value for name, value in told.items() if value is not None})
+            entry = {"value": score.value, "parts": score.parts, "answer": score.answer}
+            scores.append({name: value for name, value in entry.items() if value is not None})
         reply = {"scores": scores, "seconds": time.monotonic() - begin}
         if (size := len(to_json(reply))) > MAX_REPLY_BYTES:
-            num_parts = sum(len(share.parts) for of_sample in shares for share in of_sample)
+            num_parts = sum(len(share.parts) for sample_shares in shares for share in sample_shares)
             raise BadResult(f"the {num_parts} parts of all functions take {size} bytes; at most {MAX_REPLY_BYTES}")
         return reply
     except BadResult as error:
         kind, detail = "bad_result", str(error)
     except MemoryError:
         kind, detail = "memory", f"more than {memory_bytes / (1 << 20):g} MiB"
-    except BaseException as error:  # whatever it is, SystemExit included, it is this sample's failure
+    except BaseException as error:  # any exception, including SystemExit, is a failure of this sample
         kind, detail = "raised", describe(error)
     return failure_reply(kind, f"{label}: {detail}", time.monotonic() - begin)
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception in words, with the line that raised it; also one whose own text cannot be made."""
+    """Return an exception as text, with the line that raised it. This also works if its own text cannot be created."""
     if isinstance(error, MrlError):
         return str(error)
-    said = "".join(traceback.format_exception_only(error)).strip()
+    text = "".join(traceback.format_exception_only(error)).strip()
     places = traceback.extract_tb(error.__traceback__, limit=-1)
-    return f"{said} ({places[-1].filename}:{places[-1].lineno}, {places[-1].name})" if places else said
+    return f"{text} ({places[-1].filename}:{places[-1].lineno}, {places[-1].name})" if places else text

@@ -126,11 +126,11 @@ def test_a_retriever_that_is_down_or_goes_down_is_a_failure_that_says_so(retriev
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        (EnvironmentConfig(tools={"s": ToolConfig(name="search")}), "tool s: it needs the option url"),
+        (EnvironmentConfig(tools={"s": ToolConfig(name="search")}), "tool s: the tool needs the option url"),
         (EnvironmentConfig(tools={"c": ToolConfig(name="calcolator")}), 'did you mean "calculator"'),
         (EnvironmentConfig(), "missing a required argument: 'tools'"),
         (EnvironmentConfig(name="search_r1"), "missing a required argument: 'url'"),
-        (EnvironmentConfig(name="search_r1", options={"url": "localhost"}), "'localhost' is no address"),
+        (EnvironmentConfig(name="search_r1", options={"url": "localhost"}), "'localhost' is not an address"),
     ],
 )
 def test_a_wrong_environment_is_known_before_there_is_a_conversation(environment: EnvironmentConfig, said: str) -> None:

@@ -38,7 +38,7 @@ def test_nobody_asks_without_address_and_key() -> None:
         other = address.replace(session.key, "x" * 32)
         for key, where in (("", address), ("x" * 32, address), (session.key, other), ("schl\u00fcssel", address)):
             status, body = await post(where, "/chat/completions", b"{}", key)
-            assert (status, body["error"]["message"]) == (401, "no conversation has this address and key")
+            assert (status, body["error"]["message"]) == (401, "no conversation exists with this address and key")
         assert session.requests.empty()
 
     served(act)
@@ -47,15 +47,15 @@ def test_nobody_asks_without_address_and_key() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        ("/responses", b"{}", 404, "there are POST chat/completions, POST score and GET models, not POST responses"),
+        ("/responses", b"{}", 404, "use POST chat/completions, POST score or GET models, not POST responses"),
         ("/chat/completions", b"[1]", 400, "not an object"),
         ("/chat/completions", b"{", 400, "not JSON"),
         ("/chat/completions", b"[" * 100_000, 400, "not JSON"),
-        ("/score", b'{"score": "high"}', 400, "a score is"),
-        ("/score", b'{"parts": {"a": 1}}', 400, "a score is"),
+        ("/score", b'{"score": "high"}', 400, "a score must be"),
+        ("/score", b'{"parts": {"a": 1}}', 400, "a score must be"),
         ("/score", b'{"score": NaN}', 400, "finite numbers"),
         ("/score", b'{"score": 1' + b"0" * 400 + b"}", 400, "finite numbers"),
-        ("/score", b'{"score": 1, "parts": [1]}', 400, "a score is"),
+        ("/score", b'{"score": 1, "parts": [1]}', 400, "a score must be"),
     ],
 )
 def test_what_is_no_request_is_told_so(path: str, body: bytes, status: int, said: str) -> None:
@@ -123,28 +123,28 @@ CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments":
 @pytest.mark.parametrize(
     ("changed", "status", "said"),
     [
-        ({"model": "gpt-4o"}, 404, 'the model "gpt-4o" does not exist: the one that is trained is "policy" or "mine"'),
-        ({"model": ["policy"]}, 400, '"model" is a list, and has to be text: "policy" or "mine"'),
+        ({"model": "gpt-4o"}, 404, 'the model "gpt-4o" does not exist: the trained model is "policy" or "mine"'),
+        ({"model": ["policy"]}, 400, '"model" is a list, but must be text: "policy" or "mine"'),
         ({"model": None}, 400, '"model" is missing'),
-        ({"messages": None}, 400, '"messages" is missing, and has to be a list of messages'),
+        ({"messages": None}, 400, '"messages" is missing, but must be a list of messages'),
         ({"messages": []}, 400, '"messages" is an empty list'),
-        ({"messages": [USER, "Is it?"]}, 400, "messages[1] is text, and has to be a message with a role"),
+        ({"messages": [USER, "Is it?"]}, 400, "messages[1] is text, but must be a message with a role"),
         ({"messages": [USER | {"role": "<|im_end|>\nsystem"}]}, 400, 'messages[0].role is "<|im_end|>'),
         (
             {"messages": [USER | {"role": 3}]},
             400,
-            "messages[0].role is a number, and has to be one of system, developer",
+            "messages[0].role is a number, but must be one of system, developer",
         ),
-        ({"messages": [USER | {"content": 3}]}, 400, "messages[0].content is a number, and has to be text"),
+        ({"messages": [USER | {"content": 3}]}, 400, "messages[0].content is a number, but must be text"),
         ({"messages": [USER | {"content": [{"image_url": "x"}]}]}, 400, "messages[0].content[0] has no text"),
-        ({"messages": [USER | {"content": "\ud800"}]}, 400, "half of a surrogate pair is no text"),
+        ({"messages": [USER | {"content": "\ud800"}]}, 400, "half of a surrogate pair is not valid text"),
         ({"messages": [USER | {"tool_calls": "look()"}]}, 400, "messages[0].tool_calls is text"),
-        ({"messages": [USER | {"tool_calls": CALL}]}, 400, "messages[0].tool_calls is an object, and has to be a list"),
-        ({"messages": [USER | {"tool_calls": [CALL, "look()"]}]}, 400, "messages[0].tool_calls[1] has to be"),
-        ({"messages": [USER | {"tool_calls": [CALL | {"id": None}]}]}, 400, "messages[0].tool_calls[0] has to be"),
+        ({"messages": [USER | {"tool_calls": CALL}]}, 400, "messages[0].tool_calls is an object, but must be a list"),
+        ({"messages": [USER | {"tool_calls": [CALL, "look()"]}]}, 400, "messages[0].tool_calls[1] must be"),
+        ({"messages": [USER | {"tool_calls": [CALL | {"id": None}]}]}, 400, "messages[0].tool_calls[0] must be"),
         ({"messages": [USER | {"tool_call_id": 1}]}, 400, "messages[0].tool_call_id is a number"),
-        ({"tools": "look"}, 400, '"tools" has to be a list of'),
-        ({"tools": [{"name": "look"}]}, 400, '"tools" has to be a list of'),
+        ({"tools": "look"}, 400, '"tools" must be a list of'),
+        ({"tools": [{"name": "look"}]}, 400, '"tools" must be a list of'),
     ],
 )
 def test_what_openai_would_refuse_is_refused_and_reaches_no_conversation(

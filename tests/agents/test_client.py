@@ -94,4 +94,4 @@ def test_environments_whose_processes_end_at_once_are_not_called_rewards() -> No
     config = AgentConfig(environments={"world": EnvironmentConfig(name="tests.agents.worlds:Lethal")}, num_workers=1)
     with pytest.raises(RewardError) as caught:
         environment_pool(config)
-    assert str(caught.value) == "no agent worker can be started, 3 in a row failed: its process left with status 9"
+    assert str(caught.value) == "no agent worker can start; 3 in a row failed: its process exited with status 9"

@@ -95,7 +95,7 @@ def test_a_conversation_ends_on_what_the_model_wrote_so_that_its_score_has_a_pla
     talk = conversation(10)
     write(talk, 2)
     talk.observe(ids_of(3))
-    with pytest.raises(AgentError, match="it ends by turns, where the model writes next"):
+    with pytest.raises(AgentError, match="it ends by turns, but the model writes next"):
         talk.end("turns")
     write(talk, 1)
     talk.end("turns")
@@ -181,11 +181,11 @@ def test_a_turn_that_cannot_be_is_refused_and_nothing_is_appended(ids: Any, log_
 def test_who_is_next_is_held() -> None:
     talk = conversation()
     for out_of_turn in (lambda: talk.observe(ids_of(1)), lambda: talk.end("done")):
-        with pytest.raises(AgentError, match="where the model writes next"):
+        with pytest.raises(AgentError, match="but the model writes next"):
             out_of_turn()
     write(talk, 1)
     for out_of_turn in (lambda: write(talk, 1), lambda: talk.request(3) and None):
-        with pytest.raises(AgentError, match="where it is answered next"):
+        with pytest.raises(AgentError, match="but an observation follows next"):
             out_of_turn()
     with pytest.raises(AgentError, match="an observation without tokens"):
         talk.observe(ids_of(0))

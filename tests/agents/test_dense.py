@@ -49,7 +49,7 @@ def test_the_cpu_is_used_unless_a_device_is_named(encoder: Path, monkeypatch: py
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", "gpu", "cuda:x", "meta"])
 def test_a_device_that_is_not_there_is_a_message(encoder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(SetupError, match=f'device is "{device}", and this machine has 0 GPUs'):
+    with pytest.raises(SetupError, match=f'device is "{device}", but this machine has 0 GPUs'):
         DenseIndex(encoder, TEXTS, device)
 
 

@@ -46,17 +46,17 @@ def with_a_loop() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: Observation(results="found"), "an Observation is not of text"),
-        (lambda: Observation(results=[3]), "an Observation is not of text"),  # type: ignore[list-item]
-        (lambda: Observation(), "an Observation says nothing"),
+        (lambda: Observation(results="found"), "an Observation must contain text"),
+        (lambda: Observation(results=[3]), "an Observation must contain text"),  # type: ignore[list-item]
+        (lambda: Observation(), "an Observation is empty"),
         (lambda: Observation(results=[b"raw"]), "Observation is not plain data: Object of type bytes"),  # type: ignore[list-item]
         (lambda: Observation(text="so", score=math.nan), "Observation is not plain data"),
         (lambda: Done(score="1"), "Done: score is '1', not a number"),  # type: ignore[arg-type]
         (lambda: Done(parts={"hits": None}), "Done: hits is None, not a number"),  # type: ignore[dict-item]
         (lambda: Done(score=math.inf), "Done is not plain data"),
-        (lambda: Start(messages=[]), "Start.messages is no list of messages"),
-        (lambda: Start(messages=["Who?"]), "Start.messages is no list of messages"),  # type: ignore[list-item]
-        (lambda: Start(messages=[{"role": "user"}]), "Start.messages is no list of messages"),
+        (lambda: Start(messages=[]), "Start.messages is not a list of messages"),
+        (lambda: Start(messages=["Who?"]), "Start.messages is not a list of messages"),  # type: ignore[list-item]
+        (lambda: Start(messages=[{"role": "user"}]), "Start.messages is not a list of messages"),
         (lambda: Task(messages=[USER], ground_truth={1, 2}), "Task is not plain data: Object of type set"),
         (lambda: Task(messages=[USER], ground_truth=with_a_loop()), "Task is not plain data"),
         (lambda: ToolCall(name="look"), "has both arguments and a problem, or neither"),
@@ -77,7 +77,7 @@ def test_what_cannot_cross_is_refused_where_it_is_made(make: Callable[[], object
     ],
 )
 def test_garbage_of_another_process_is_a_typed_error(garbage: bytes) -> None:
-    with pytest.raises(AgentError, match="is no message of an environment") as caught:
+    with pytest.raises(AgentError, match="is not a message of an environment") as caught:
         from_json(garbage)
     assert len(str(caught.value)) < 400
 

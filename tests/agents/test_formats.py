@@ -223,5 +223,5 @@ def test_a_format_of_the_users_own() -> None:
     assert executable(calls_of(form, "[[look: here]] [[go", "length")) == []
     with pytest.raises(NameUnknown, match='did you mean "hermes"'):
         load_format("hermess")
-    with pytest.raises(AgentError, match="json:JSONDecoder is no format"):
+    with pytest.raises(AgentError, match="json:JSONDecoder is not a format"):
         load_format("json:JSONDecoder")

@@ -263,7 +263,7 @@ def test_too_many_failures_stop_the_run_with_their_kinds(stage: Made, tmp_path: 
     lenient = replace(on.config, max_failed_share=1.0)
     check_failed_share(lenient, dialogs)
     failed = [dialog for dialog in dialogs if dialog.failure is not None]
-    with pytest.raises(AgentError, match=r"2 of 2 .* at most 100 % may fail, and one has to be left"):
+    with pytest.raises(AgentError, match=r"2 of 2 .* at most 100 % may fail, and at least one must succeed"):
         check_failed_share(lenient, failed)
 
 
@@ -294,7 +294,7 @@ def test_a_segment_goes_on_and_one_that_is_not_there_is_a_failure(stage: Made) -
     on = stage(lambda context: call("a"), "Forgetful", options={"segment": 2}, retries=0)
     (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
     assert dialog.failure is not None
-    assert "it answers segment 2 of 2" in dialog.failure.detail
+    assert "the environment answers segment 2 of 2" in dialog.failure.detail
 
 
 def test_a_segment_has_the_room_that_its_context_leaves(stage: Made) -> None:

@@ -159,7 +159,7 @@ def test_the_name_of_a_call_is_no_voice_either(qwen: ChatTokenizer) -> None:
 
 def test_messages_without_a_template_are_refused(qwen: ChatTokenizer) -> None:
     lost = Speaker(qwen, load_format("hermes"), None, max_tokens=99)
-    with pytest.raises(AgentError, match="its answers are messages, and there is no chat template"):
+    with pytest.raises(AgentError, match="its answers are chat messages, but there is no chat template"):
         lost.encode(after(qwen, "so"), [CALL], Observation(results=["3"]))
 
 

@@ -126,7 +126,7 @@ def test_turns_are_counted_over_all_segments(spoken: Spoken) -> None:
 def test_a_program_that_fails_is_a_failure_with_its_last_words(spoken: Spoken) -> None:
     _, dialog = spoken("fails")
     assert dialog.failure is not None
-    assert "left with status 1: there is no shelf" in dialog.failure.detail
+    assert "exited with status 1: there is no shelf" in dialog.failure.detail
 
 
 def test_a_program_that_would_go_on_ends_with_the_turns(spoken: Spoken) -> None:

@@ -121,12 +121,12 @@ def test_the_protocol(retriever: Retriever, asked: dict[str, Any], found: list[l
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        ({"querys": ["a"]}, 422, '"queries" is null, and has to be a list of texts'),
+        ({"querys": ["a"]}, 422, '"queries" is null, but must be a list of texts'),
         ({"queries": ["a", 1]}, 422, '"queries" is ["a", 1]'),
-        ({"queries": ["a"], "topk": "3"}, 422, '"topk" is "3", and has to be a number from 1 to 1000'),
+        ({"queries": ["a"], "topk": "3"}, 422, '"topk" is "3", but must be a number from 1 to 1000'),
         ({"queries": ["a"], "topk": -1}, 422, '"topk" is -1'),
-        ({"queries": ["a"], "return_scores": 1}, 422, '"return_scores" is 1, and has to be true or false'),
-        (["a"], 422, "the body is no JSON object"),
+        ({"queries": ["a"], "return_scores": 1}, 422, '"return_scores" is 1, but must be true or false'),
+        (["a"], 422, "the body is not a JSON object"),
         (b"{", 400, "the body is not JSON"),
     ],
 )
@@ -145,7 +145,10 @@ def test_a_port_that_is_taken_is_named(retriever: Retriever) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [('{"contents": "a"}\n{"text": "a"}\n', ':2: \'{"text": "a"}\' is no passage'), ("a\n", "is no jsonl in UTF-8")],
+    [
+        ('{"contents": "a"}\n{"text": "a"}\n', ':2: \'{"text": "a"}\' is not a passage'),
+        ("a\n", "not a jsonl file in UTF-8"),
+    ],
 )
 def test_a_corpus_that_is_none_is_named(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "corpus.jsonl").write_text(text)
@@ -153,7 +156,7 @@ def test_a_corpus_that_is_none_is_named(tmp_path: Path, text: str, said: str) ->
         read_corpus(tmp_path / "corpus.jsonl")
     assert said in str(caught.value)
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(DataError, match="it has no passages"):
+    with pytest.raises(DataError, match="the file has no passages"):
         read_corpus(tmp_path / "empty.jsonl")
     with pytest.raises(DataError, match="No such file"):
         read_corpus(tmp_path / "none.jsonl")
@@ -167,9 +170,9 @@ def test_a_corpus_that_never_ends_or_is_nested_without_end_is_named(tmp_path: Pa
     with one_line.open("wb") as file:
         file.truncate(20 << 20)
     for path, said in (
-        (tmp_path / "fifo", "is a FIFO, not a file\n  fix: write the passages into a file"),
+        (tmp_path / "fifo", "is a FIFO, not a file\n  fix: write the passages to a regular file"),
         (Path("/dev/zero"), "is a device, not a file"),
-        (nested, "nested.jsonl:2: it is no jsonl in UTF-8: maximum recursion depth exceeded"),
+        (nested, "nested.jsonl:2: not a jsonl file in UTF-8: maximum recursion depth exceeded"),
         (one_line, "line.jsonl:1: this line has more than 16777216 bytes"),
     ):
         with pytest.raises(DataError) as caught:
@@ -242,12 +245,12 @@ def test_what_may_pass_is_tried_again(moody: Any, status: int) -> None:
     [
         (422, "answered with status 422"),
         (302, "answered with status 302 Found; redirects are not followed"),
-        ([], 'answers with no list in "result": []'),
-        ({"results": []}, 'answers with no list in "result"'),
-        ({"result": []}, 'answers 1 queries with 0 lists in "result"'),
-        ({"result": [[{"contents": "a"}]]}, "has found something without text in document.contents"),
-        ({"result": [[{"document": {"contents": 1}}]]}, "has found something without text in document.contents"),
-        ({"result": [{"document": {"contents": "a"}}]}, "has found something without text in document.contents"),
+        ([], 'answered without a list in "result": []'),
+        ({"results": []}, 'answered without a list in "result"'),
+        ({"result": []}, 'answered 1 queries with 0 lists in "result"'),
+        ({"result": [[{"contents": "a"}]]}, "returned a passage without text in document.contents"),
+        ({"result": [[{"document": {"contents": 1}}]]}, "returned a passage without text in document.contents"),
+        ({"result": [{"document": {"contents": "a"}}]}, "returned a passage without text in document.contents"),
     ],
 )
 def test_an_answer_of_the_wrong_shape_is_a_failure_that_says_so(moody: Any, mood: Any, said: str) -> None:
@@ -279,7 +282,7 @@ def test_a_service_that_is_down_or_silent_is_a_failure(moody: Any) -> None:
     nobody = SearchClient("http://127.0.0.1:9/retrieve", 3, 1.0, 2, 0.01)
     with pytest.raises(AgentError, match="gave no answer in 2 attempts; the last: URLError"):
         asyncio.run(nobody.search("a"))
-    with pytest.raises(AgentError, match="is no address"):
+    with pytest.raises(AgentError, match="is not an address"):
         SearchClient("localhost:8000", 3, 1.0, 2, 0.01)
 
 
@@ -332,5 +335,5 @@ def test_nothing_is_searched_in_the_last_turn(moody: Any) -> None:
 def test_another_format_is_refused(retriever: Retriever) -> None:
     call = ToolCall(name="search", arguments={"q": "a"})
     said = Turn(number=0, text="", calls=[call], ended="stop", left_turns=1, left_tokens=1)
-    with pytest.raises(AgentError, match="no action of Search-R1"):
+    with pytest.raises(AgentError, match="not an action of Search-R1"):
         step(SearchR1(retriever.url), said)

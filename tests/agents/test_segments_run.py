@@ -67,7 +67,7 @@ def test_a_run_trains_on_every_segment(tmp_path: Path) -> None:
                 assert math.isfinite(engine)
                 assert abs(trainer - engine) <= SAME
     said = [each.event.message for each in read_events(run / "events.jsonl") if isinstance(each.event, Warned)]
-    assert sum("goes on behind another context" in message for message in said) == 1
+    assert sum("continues with a new context" in message for message in said) == 1
     (sample, *_) = read_newest_samples(run / "samples", SAMPLES)
     assert (sample["segments"], len(sample["turns"])) == (2, 3)
 

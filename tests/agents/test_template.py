@@ -77,7 +77,7 @@ def test_what_grows_by_increments_is_the_whole_as_the_template_renders_it(
     if thoughts is None:
         assert found == []
     else:
-        assert found[0] == f"turn 0: the template leaves out {thoughts!r}, which is kept"
+        assert found[0] == f"turn 0: the template leaves out {thoughts!r}, which it keeps"
 
 
 def test_thoughts_that_a_template_drops_are_named_and_never_cut_by_length(
@@ -95,24 +95,24 @@ def test_a_prompt_that_changes_afterwards_is_named(tokenizers: Mapping[str, Chat
     template = TurnTemplate(tokenizers["qwen3"], {"enable_thinking": False})
     (what, *_) = differences(template, tokenizers["qwen3"], CONVERSATIONS["answers of a user"])
     assert what == (
-        "turn 0: what stands before it becomes another text: the conversation has '<think>\\n\\n</think>\\n\\n' where "
+        "turn 0: the text before it changes: the conversation has '<think>\\n\\n</think>\\n\\n', but "
         "the template has 'It is 3.<|im_end|>\\n<|im_start|>user\\nWhic'"
     )
     template = TurnTemplate(tokenizers["mistral0.3"], {})
     talk = [{"role": "system", "content": "Be short."}, *CONVERSATIONS["answers of a user"]]
     found = list(differences(template, tokenizers["mistral0.3"], talk))
-    assert "turn 0: its answer is another: the conversation has '[INST] Which?[/INST]' where" in found[1]
+    assert "turn 0: its answer differs: the conversation has '[INST] Which?[/INST]', but" in found[1]
 
 
 BROKEN = [
-    ("{{- '<|im_start|>user' }}", "{{- '<|im_start|>user ' ~ loop.index0 }}", "its answer is another"),
+    ("{{- '<|im_start|>user' }}", "{{- '<|im_start|>user ' ~ loop.index0 }}", "its answer differs"),
     (
         "{{- '\\n' if message.content or not loop.first }}",
         "{{- '\\n' }}",
-        "its pieces are other tokens than their whole",
+        "its pieces have other tokens than the whole",
     ),
     ("{{- '<|im_end|>' }}", "{{- '<|im_end|>' if loop.index0 < 3 else '<|im_start|>' }}", "the template ends it with"),
-    ("{{- '<|im_start|>' + message.role", "{{- loop.length ~ '<|im_start|>' + message.role", "becomes another text"),
+    ("{{- '<|im_start|>' + message.role", "{{- loop.length ~ '<|im_start|>' + message.role", "text before it changes"),
 ]
 
 
@@ -145,9 +145,12 @@ def test_a_control_token_before_a_call_is_not_the_end_of_the_turn(tmp_path: Path
 @pytest.mark.parametrize(
     ("template", "what"),
     [
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "it ends no turn with a control token"),
-        ("{% for m in messages %}{{ m.role }}<|im_end|>\n{% endfor %}", "it leaves out what the model wrote"),
-        ("{{ raise_exception('users only') }}", "it refuses messages of user, assistant: users only"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "it does not end a turn with a control token"),
+        ("{% for m in messages %}{{ m.role }}<|im_end|>\n{% endfor %}", "it leaves out the model's text"),
+        (
+            "{{ raise_exception('users only') }}",
+            "it raised an error on messages with the roles user, assistant: users only",
+        ),
     ],
 )
 def test_a_template_that_no_conversation_can_grow_by_is_refused_by_name(
@@ -164,6 +167,8 @@ def test_a_turn_that_ends_otherwise_where_it_calls_is_refused(tmp_path: Path) ->
     tokenizer: Any = tokenizer_with_tools("llama3.1", tmp_path / "made")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|eom_id|>"]}, replace_extra_special_tokens=False)
     template = TurnTemplate(tokenizer, {"builtin_tools": []}, TOOLS)
-    with pytest.raises(AgentError, match=r"a turn that calls tools ends with <\|eom_id\|>, others with <\|eot_id\|>"):
+    with pytest.raises(
+        AgentError, match=r"a turn with tool calls ends with <\|eom_id\|>, but other turns with <\|eot_id\|>"
+    ):
         template.increment(RESULTS)
     assert TurnTemplate(tokenizer, {}, TOOLS).increment(RESULTS).endswith("assistant<|end_header_id|>\n\n")

@@ -126,5 +126,5 @@ def test_nothing_is_called_in_the_last_turn() -> None:
 def test_a_tool_that_does_not_exist_is_named() -> None:
     with pytest.raises(NameUnknown, match='unknown tool "serch"\n  fix: did you mean "search"'):
         ToolEnvironment(tools={"search": ToolConfig(name="serch")})
-    with pytest.raises(AgentError, match="there are no tools"):
+    with pytest.raises(AgentError, match="no tool is configured"):
         ToolEnvironment(tools={})

@@ -159,13 +159,13 @@ def anything(*query: str) -> str:
 @pytest.mark.parametrize(
     ("function", "options", "what"),
     [
-        (untyped, {}, "tool untyped, parameter query: a tool's parameters have a type each"),
-        (anything, {}, "tool anything, parameter query: a tool's parameters have a type each"),
-        (undescribed, {}, "tool undescribed: the model is told what a tool does"),
+        (untyped, {}, "tool untyped, parameter query: every parameter of a tool needs a type"),
+        (anything, {}, "tool anything, parameter query: every parameter of a tool needs a type"),
+        (undescribed, {}, "tool undescribed: a tool needs a description for the model"),
         (odd, {}, "tool odd, parameter query: <class 'bytes'> has no JSON schema"),
         (mixed, {}, "has no JSON schema"),
-        (read, {"rot": "a"}, 'tool read: it takes no rot\n  fix: did you mean "root"?'),
-        (read, {"root": "a"}, "tool read: it needs the option depth\n  fix: options: {depth: ...}"),
+        (read, {"rot": "a"}, 'tool read: the tool has no parameter rot\n  fix: did you mean "root"?'),
+        (read, {"root": "a"}, "tool read: the tool needs the option depth\n  fix: options: {depth: ...}"),
     ],
 )
 def test_a_function_that_is_no_tool_is_refused(

@@ -360,7 +360,7 @@ def test_overlong_penalty_counts_the_answer_that_just_fits() -> None:
     for buffer_tokens in (0, 101):
         with pytest.raises(ConfigError, match="buffer"):
             overlong_penalty(torch.tensor([1]), 100, buffer_tokens)
-    with pytest.raises(BatchError, match="whole numbers"):
+    with pytest.raises(BatchError, match="must be integers"):
         overlong_penalty(torch.tensor([0.5]), 100, 20)
 
 
@@ -371,7 +371,7 @@ def test_dynamic_sampling_gives_exactly_the_wanted_groups_or_an_error() -> None:
     assert (found.num_uniform, found.num_single) == (2, 1)
     assert found.take(1).tolist() == [2, 3]
     assert found.take(2).tolist() == [2, 3, 6, 7]
-    with pytest.raises(BatchError, match=r"2 groups.*3 are wanted.*2 dropped as uniform, 1 with a single row"):
+    with pytest.raises(BatchError, match=r"2 groups.*3 are needed.*2 dropped as uniform, 1 with a single row"):
         found.take(3)
 
 
@@ -609,7 +609,7 @@ def test_columns_that_do_not_fit_are_typed_errors() -> None:
     for wrong in (lambda: rows.sum(column(1, 2)), lambda: rows.expand(column(1, 2, 3)), lambda: Rows.of([1, -1])):
         with pytest.raises(BatchError):
             wrong()
-    with pytest.raises(BatchError, match="3 tokens meets a mask of 2"):
+    with pytest.raises(BatchError, match="3 tokens does not match a mask of 2"):
         whiten(column(1, 2, 3), torch.ones(2, dtype=torch.bool))
     with pytest.raises(BatchError, match="2 scores, 1 uids, 2 token counts"):
         Outcomes(column(1, 2), ["a"], torch.tensor([1, 1]))

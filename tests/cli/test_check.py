@@ -122,7 +122,7 @@ def test_experts_trained_by_token_ratios_in_several_updates_are_warned_of(
     two_updates = ("batch.samples_per_update=1024", "algorithm.correction=null")
     options = ("actor.parallel.ep=1",) if "8B" in override else ()
     _, said = check(preset, *two_updates, *options, override, "--offline")
-    assert ("warn  experts: 2 updates a step by ratios of single tokens" in said) == warned
+    assert ("warn  experts: 2 updates per step by ratios of single tokens" in said) == warned
 
 
 def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[..., tuple[int, str]]) -> None:
@@ -141,7 +141,7 @@ def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[...,
     assert check(preset, "rollout.vllm.gpu_memory_utilization=0.95", *fix.split(), "--offline")[0] == 0
     code, said = check(preset, "model.path=some/model", "--offline")
     assert code == 0
-    assert 'skip  memory: "some/model" is neither a directory' in said
+    assert 'skip  memory: "some/model" is not a directory' in said
 
 
 # --- columns ----------------------------------------------------------------------------------------------------
@@ -188,14 +188,16 @@ def test_a_column_that_nobody_writes_is_named() -> None:
     config = config_of("algorithm.kl.where=both")
     without_critic = dataclasses.replace(config, critic=None)
     (problem,) = column_problems(without_critic)
-    assert problem.startswith("compute_advantages needs `values`; nobody has written it; columns then: old_log_probs")
+    assert problem.startswith(
+        "compute_advantages needs `values`, but no earlier call writes it; columns available: old_log_probs"
+    )
 
 
 def test_a_column_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     update = dataclasses.replace(step_calls.UPDATE_ACTOR, optional=())
     monkeypatch.setattr(step_calls, "STEP", (*step_calls.STEP[:-1], update))
     config = config_of("algorithm.advantage=grpo", "critic=null", "placement.roles.critic=null")
-    assert column_problems(config) == ["update_actor needs `old_log_probs`, but does not declare that it reads it"]
+    assert column_problems(config) == ["update_actor needs `old_log_probs`, but does not declare it as read"]
 
 
 # --- data and rewards -------------------------------------------------------------------------------------------
@@ -205,10 +207,10 @@ def test_everything_is_well(check: Callable[..., tuple[int, str]], model: Path, 
     code, said = check(*small(model))
     assert code == 0, said
     assert "ok    tokenizer: 262 tokens" in said
-    assert "ok    data.train.sums: 8100 rows, 262 looked at: prompts of 9 to 9 tokens" in said
-    assert "ok    rewards of data.train.sums: the right answers, written as '20', score 1, 1, 1, 1" in said
+    assert "ok    data.train.sums: 8100 rows, 262 checked: prompts of 9 to 9 tokens" in said
+    assert "ok    rewards of data.train.sums: the correct answers, written as '20', score 1, 1, 1, 1" in said
     assert "ok    disk: " in said
-    assert "ok    run directory: runs is seen" in said
+    assert "ok    run directory: runs is visible" in said
     assert "memory: " in said
     assert " GiB of a machine's " in said
     assert "skip  Slurm" in said
@@ -228,9 +230,9 @@ def test_end_tokens_are_said_with_who_names_them(
     shutil.copytree(model, other)
     (other / "generation_config.json").write_text('{"eos_token_id": [65, 256]}')
     _, said = check(*small(other))
-    assert "ok    end tokens: 65 'b' (generation_config.json alone), 256 '<|end|>'" in said
+    assert "ok    end tokens: 65 'b' (only generation_config.json), 256 '<|end|>'" in said
     _, said = check(*small(other), "rollout.ignore_eos=true")
-    assert "warn  end tokens: nothing but its length ends a response" in said
+    assert "warn  end tokens: a response ends only at its maximum length" in said
 
 
 def test_validation_is_checked_with_the_functions_that_score_it(
@@ -331,7 +333,7 @@ def test_bad_rows_long_prompts_and_ids_that_occur_twice(
 def test_no_tokenizer_and_too_few_prompts(check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path) -> None:
     code, said = check(*small(model), "batch={prompts_per_step: 16384, samples_per_prompt: 1}")
     assert code == 2
-    assert "fail  data.train: 8100 prompts, 16384 per step" in said
+    assert "fail  data.train: 8100 prompts, but a step needs 16384" in said
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(model / "config.json", bare)
@@ -370,7 +372,7 @@ def test_a_model_of_the_hub_is_looked_at_where_the_cache_has_it(
     shutil.rmtree(tmp_path / "cache")
     code, said = check(*hub_name)
     assert code == 2
-    assert "does not have it, and HF_HUB_OFFLINE forbids to download it\n      fix: hf download Qwen/Qwen3-8B" in said
+    assert "does not have it, and HF_HUB_OFFLINE forbids the download\n      fix: hf download Qwen/Qwen3-8B" in said
     assert "skip  data: prompts and rewards need the models' tokenizers: Qwen/Qwen3-8B" in said
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     _, said = check(*hub_name)  # checkpoints of eight billion parameters may want more than this disk has
@@ -421,8 +423,8 @@ def test_an_interface_that_is_not_there_is_noticed(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("changes", "verdict", "said"),
     [
-        ({"sees_canary": False}, "fail", "n2: runs is not what the driver sees there"),
-        ({"has_sockets": False}, "fail", "n2: no Unix socket can be made in runs"),
+        ({"sees_canary": False}, "fail", "n2: runs is not the directory that the driver sees"),
+        ({"has_sockets": False}, "fail", "n2: cannot create a Unix socket in runs"),
         ({"versions": {"mrl": "2"}}, "fail", "n2: mrl 2; the driver has mrl 1"),
         ({"shm_free_bytes": 1 << 18}, "fail", "n2: /dev/shm has 0 GiB free"),
         ({"usable_memory_bytes": 1 << 34}, "fail", "n2: a run takes "),
@@ -492,7 +494,7 @@ def test_train_refuses_what_fails_and_keeps_the_warnings() -> None:
             8,
             ["gpu|down|0/16/0/16|gpu:8|96|infinite", "cpu|up|0/99/0/99|(null)|96|1:00"],
             "fail",
-            "no partition that is up",
+            "no running partition",
         ),
         (8, ["a|up|0/4/0/4|gpu:a100:8|96|1:00", "a|up|0/4/0/4|gpu:h100:8|96|1:00"], "ok", "a (8 such nodes"),
     ],

@@ -48,8 +48,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 def test_an_environment_answers_before_any_engine_is_asked(check: Check) -> None:
     code, said = check("shelf.name=worlds:Asks")
-    assert "ok    environment shelf: to 'I know.' it ends by done with the score 0.5" in said
-    assert "ok    turns: turn by turn is what the chat template makes of the whole: results of tools" in said
+    assert "ok    environment shelf: after 'I know.' it ends with `done` and the score 0.5" in said
+    assert "ok    turns: the chat template gives the same text turn by turn: results of tools" in said
     assert code == 0
 
 
@@ -64,7 +64,7 @@ def test_one_that_fails_or_asks_for_too_long_a_prompt_is_named(check: Check) -> 
 
 def test_one_that_no_row_goes_to_is_warned_of(check: Check) -> None:
     _, said = check("shelf={name: 'worlds:Asks', sources: [elsewhere]}")
-    assert "warn  environment shelf: none of the rows that were looked at is of a data source that it takes" in said
+    assert "warn  environment shelf: none of the checked rows has a data source that it handles" in said
 
 
 def test_one_that_cannot_be_loaded_is_a_message(check: Check) -> None:
@@ -77,7 +77,7 @@ def test_one_that_cannot_be_loaded_is_a_message(check: Check) -> None:
 def test_full_turns_that_do_not_fit_are_warned_of(check: Check) -> None:
     limits = "max_turns: 3, max_turn_tokens: 8, max_observation_tokens: {}"
     _, said = check("shelf={name: 'worlds:Asks', " + limits.format(5) + "}")
-    assert "warn  environment shelf: 2 of 3 turns fit into the 32 tokens of a response where all are full" in said
+    assert "warn  environment shelf: 2 of 3 turns of full length fit into a response of 32 tokens" in said
     assert "rollout.max_response_tokens=34" in said
     _, said = check("shelf={name: 'worlds:Asks', " + limits.format(4) + "}")
     assert "where all are full" not in said

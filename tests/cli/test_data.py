@@ -38,7 +38,7 @@ def test_repeated_rows_are_said(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert main(["data", "countdown", "out", "--from", "puzzles.parquet"]) == 0
     assert capsys.readouterr().out.splitlines()[-3:] == [
         "out/train.parquet: 2 prompts of 4 rows",
-        "  left out 1: a row before asks the same",
+        "  left out 1: an earlier row asks the same question",
         "out/test.parquet: 1 prompts, the last of puzzles.parquet",
     ]
 
@@ -48,7 +48,8 @@ def test_without_a_network_the_command_for_elsewhere_is_said(capsys: pytest.Capt
     error = capsys.readouterr().err
     dataset = PUBLISHED["gsm8k"]
     assert (
-        f"hf download --repo-type dataset {dataset.repository} --revision {dataset.revision}, where there is" in error
+        f"hf download --repo-type dataset {dataset.repository} --revision {dataset.revision}, on a machine with"
+        in error
     )
     assert not Path("out").exists()
 

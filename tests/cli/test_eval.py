@@ -49,7 +49,7 @@ def parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., arg
 
 def sampling(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
     """What is drawn for each thing that is measured."""
-    file, given = verb._source(arguments, of_run=False)
+    file, given = verb._source(arguments, is_run=False)
     sections = [load_config(file, [*given, *each]).config.validation for each in verb._choices(arguments)]
     return [(each.greedy, each.temperature, each.top_k, each.samples_per_prompt, each.k) for each in sections]
 
@@ -65,7 +65,7 @@ def test_temperatures_and_k_are_measured_one_by_one(parsed: Callable[..., argpar
 
 
 def test_a_model_is_measured_by_a_configuration(parsed: Callable[..., argparse.Namespace]) -> None:
-    file, given = verb._source(parsed("model", "--config", "run.yaml", "training.seed=3"), of_run=False)
+    file, given = verb._source(parsed("model", "--config", "run.yaml", "training.seed=3"), is_run=False)
     config = load_config(file, given).config
     assert (config.model.path, config.training.seed) == ("model", 3)
 
@@ -73,10 +73,10 @@ def test_a_model_is_measured_by_a_configuration(parsed: Callable[..., argparse.N
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["model"], "model does not say what it is to be measured on"),
-        (["run.yaml", "--config", "run.yaml"], "--config is for a model, and run.yaml brings its own"),
-        (["run.yaml", "--checkpoint", "best"], "--checkpoint is of a run, and run.yaml is none"),
-        (["run.yaml", "--temperatures", "warm"], '--temperatures "warm" is no list of numbers'),
+        (["model"], "model is a model without a configuration to evaluate it with"),
+        (["run.yaml", "--config", "run.yaml"], "--config is only for a model, but run.yaml has its own configuration"),
+        (["run.yaml", "--checkpoint", "best"], "--checkpoint needs a run, but run.yaml is not a run"),
+        (["run.yaml", "--temperatures", "warm"], '--temperatures "warm" is not a list of numbers'),
     ],
 )
 def test_what_cannot_be_meant_is_said(words: list[str], what: str, parsed: Callable[..., argparse.Namespace]) -> None:
@@ -86,7 +86,7 @@ def test_what_cannot_be_meant_is_said(words: list[str], what: str, parsed: Calla
 
 
 def test_it_needs_prompts_and_a_reward_for_validation(parsed: Callable[..., argparse.Namespace]) -> None:
-    with pytest.raises(ConfigError, match=r"data\.validation names no source"):
+    with pytest.raises(ConfigError, match=r"data\.validation has no source"):
         sampling(parsed("run.yaml", "data.validation.held=null"))
 
 
@@ -136,7 +136,7 @@ def test_figures_that_cannot_be_written_are_refused_before_anything_is_measured(
     monkeypatch.setattr(verb, "_evaluate", lambda *_: pytest.fail("it is measured"))
     with pytest.raises(SetupError) as caught:
         verb.run(parsed("run.yaml", "--output", output))
-    assert str(caught.value).startswith(f"{output}: the figures cannot be written: {why}")
+    assert str(caught.value).startswith(f"{output}: cannot write the metrics: {why}")
     assert "fix: --output FILE" in str(caught.value)
 
 

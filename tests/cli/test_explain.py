@@ -41,7 +41,7 @@ Devices: 1 x 4 = 4 CPU slots, 4 of them in pools
   laptop  4  actor, rollout, reference (kl.where: loss) take turns
 
 actor: 4 ranks = tp 2 x cp 1 x dp 2 x pp 1
-  The reference model is this role's frozen copy: same processes, same layout.
+  The reference model is a frozen copy of this role: same processes, same layout.
   samples per update and data-parallel rank  samples_per_update 16 / dp 2                      8
   room of a micro-batch                      max_tokens_per_device 1024 x cp 1                 1024 tokens
   micro-batches per update, at most          8 / floor(1024 / longest sample 512), rounded up  4
@@ -51,7 +51,7 @@ actor: 4 ranks = tp 2 x cp 1 x dp 2 x pp 1
   2     0     2       0   0   1   0
   3     0     3       1   0   1   0
 
-rollout: 4 engines of tp 1 on the actor's 4 devices
+rollout: 4 engines with tp 1 on the actor's 4 devices
   rank  node  device  engine  tp
   0     0     0       0       0
   1     0     1       1       0
@@ -111,7 +111,7 @@ def test_a_reward_model_works_on_whole_steps(explain: Callable[..., str]) -> Non
     section = "reward_model={path: some/model, max_tokens_per_device: 1024, parallel: {tp: 2, pp: 2}}"
     text = explain("configs/laptop-ppo.yaml", section, "placement.roles.reward_model=laptop")
     assert "rollout, reference (kl.where: reward), critic, reward_model take turns\n" in text
-    assert "reward_model: 4 ranks = tp 2 x cp 1 x dp 1 x pp 2\n  It is frozen: it scores whole steps.\n" in text
+    assert "reward_model: 4 ranks = tp 2 x cp 1 x dp 1 x pp 2\n  It is frozen, and scores whole steps.\n" in text
     assert "samples per step and data-parallel rank  samples per step 32 / dp 1 " in text
 
 
@@ -119,7 +119,7 @@ def test_a_judge_has_engines_and_devices_of_its_own(explain: Callable[..., str])
     asking = "reward.functions.judged={name: judge, options: {service: {max_tokens: 9}, template: '{response}'}}"
     pool = ("cluster.devices_per_node=8", "placement.pools.judge=4", "placement.roles.judge=judge")
     text = explain("configs/laptop-ppo.yaml", "judge={path: some/judge, tp: 2}", asking, *pool)
-    assert "judge: 2 engines of tp 2 on 4 devices of their own\n" in text
+    assert "judge: 2 engines with tp 2 on its own 4 devices\n" in text
     assert "  judge   4  judge\n" in text
 
 
@@ -140,19 +140,19 @@ def test_an_environment_says_how_many_full_turns_fit_and_who_scores(explain: Cal
     said = explain("configs/laptop-grpo.yaml", shop, "agent.environments.rest.tools.calc.name=calculator")
     assert (
         """
-environment shop: shop:Shop, where the model writes hermes
+environment shop: shop:Shop, in which the model writes hermes
   data sources           toy, shop/*
-  turns, at most         max_turns 4, the answer among them
+  turns, at most         max_turns 4, including the answer
   longest turn           max_turn_tokens 50
   longest answer to one  max_observation_tokens 60
   full turns that fit    floor((max_response_tokens 256 + 60) / (50 + 60)) = 2: less than the 4 that are allowed
-  score                  what it gives itself x 0.5 + answer x 1
+  score                  its own score x 0.5 + answer x 1
 
-environment rest: tools, where the model writes hermes
-  data sources           every one that none before takes
-  turns, at most         max_turns 4, the answer among them
-  longest turn           no limit of its own: all share max_response_tokens 256
-  longest answer to one  no limit of its own: all share max_response_tokens 256
+environment rest: tools, in which the model writes hermes
+  data sources           all that no earlier environment handles
+  turns, at most         max_turns 4, including the answer
+  longest turn           no separate limit: all share max_response_tokens 256
+  longest answer to one  no separate limit: all share max_response_tokens 256
   score                  answer x 1
 """
         in said
@@ -171,7 +171,7 @@ def test_asynchrony_says_how_much_is_under_way_and_in_a_checkpoint(explain: Call
     assert "asynchrony:" not in explain("configs/laptop-grpo.yaml", *apart)
     between = explain("configs/laptop-grpo.yaml", *apart, "asynchrony.ahead=1")
     assert "asynchrony: ahead 1, weights between" in between
-    assert "samples per step 32; a batch is whole before the next begins" in between
+    assert "samples per step 32; each batch is finished before the next begins" in between
     text = explain("configs/laptop-grpo.yaml", *apart, "asynchrony.ahead=2", "asynchrony.weights=in_flight")
     (section,) = (part for part in text.split("\n\n") if part.startswith("asynchrony:"))
     assert [line.split()[-1] for line in section.splitlines()[1:4]] == ["2", "96", "64"]

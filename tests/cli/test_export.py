@@ -38,7 +38,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
     config = load_config_of("sft", LAPTOP_SFT, [f"model.path={model}"]).config
     with pytest.raises(SetupError if is_removed or isinstance(error, OSError) else type(error)) as caught:
         export_role(config, tmp_path, "3", "actor", None, tmp_path / "out")
-    assert ("has removed this checkpoint meanwhile" in str(caught.value)) == is_removed
+    assert ("which is still running, has removed this checkpoint" in str(caught.value)) == is_removed
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,6 @@ def test_a_place_where_nothing_can_be_written_is_a_message(
     monkeypatch.setattr("mrl.engine.checkpoint_files.export_checkpoint", export)
     assert main(["export", str(tmp_path), str(tmp_path / out)]) == 1
     shown = capsys.readouterr().err
-    assert f"the model cannot be exported: {said}" in shown
-    assert "fix: choose an OUT where you may write and that has room" in shown
+    assert f"cannot export the model: {said}" in shown
+    assert "fix: choose an OUT that you can write to, with enough free space" in shown
     assert "Traceback" not in shown

@@ -105,8 +105,8 @@ def test_what_is_ignored_stays_ignored() -> None:
 
 
 def test_what_is_kept_is_the_newest_checkpoint(tmp_path: Path) -> None:
-    assert what_is_kept(tmp_path) == f"{tmp_path} has no checkpoint: the same command begins again"
+    assert what_is_kept(tmp_path) == f"{tmp_path} has no checkpoint: the same command starts again"
     for step in (2, 10):
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    expected = "the newest checkpoint is that of step 10: the same command goes on from step 11"
+    expected = "the newest checkpoint is from step 10: the same command continues from step 11"
     assert what_is_kept(tmp_path) == expected

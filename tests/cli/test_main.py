@@ -128,12 +128,12 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 def test_a_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--dir", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == f"{tmp_path} exists already\n  fix: choose another --dir\n"
+    assert capsys.readouterr().err == f"{tmp_path} already exists\n  fix: choose another --dir\n"
 
 
 def test_a_task_is_learned_by_its_algorithms_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--task", "search", "--algorithm", "ppo", "--dir", str(tmp_path / "new")]) == 1
-    assert capsys.readouterr().err == "search is not learned by ppo\n  fix: --algorithm grpo\n"
+    assert capsys.readouterr().err == "search cannot be trained with ppo\n  fix: --algorithm grpo\n"
 
 
 @pytest.mark.needs
@@ -145,7 +145,7 @@ def test_a_demo_that_was_stopped_claims_no_accuracy(
     stopped = demo.DemoResult(0.3, None, {}, tmp_path / "demo.yaml")
     monkeypatch.setattr(demo, "run_demo", lambda settings, console: stopped)
     assert main(["demo", "--dir", str(tmp_path / "new")]) == EXIT_STOPPED
-    assert capsys.readouterr().out == f"stopped and saved; it goes on with: mrl train {tmp_path / 'demo.yaml'}\n"
+    assert capsys.readouterr().out == f"stopped and saved; continue with: mrl train {tmp_path / 'demo.yaml'}\n"
 
 
 def test_a_terminal_that_knows_no_other_letters_is_told_their_numbers(tmp_path: Path) -> None:

@@ -36,11 +36,11 @@ def plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 def test_a_plan_says_what_it_assumes(plan: Plan) -> None:
     code, text, _ = plan(PRESET)
     assert code == 0
-    assert text.startswith(f"{PRESET} on h100-80gb, 79.1 GiB a device (--hardware for others)\n")
-    assert "  pool  phase        actor  rollout  together  left\n" in text
+    assert text.startswith(f"{PRESET} on h100-80gb, 79.1 GiB per device (--hardware to change)\n")
+    assert "  pool  phase        actor  rollout  total  left\n" in text
     assert "means of 512 prompt and 3,584 response tokens (--mean-prompt, --mean-response):" in text
-    assert "It fits: at the fullest, in `rollout`, " in text
-    assert "4 engines of tp 8" in text
+    assert "It fits. The peak is " in text
+    assert "4 engines with tp 8" in text
 
 
 def test_every_number_has_an_origin(plan: Plan) -> None:
@@ -63,8 +63,8 @@ def test_what_does_not_fit_is_an_error_with_a_way_out(plan: Plan) -> None:
     assert "`train actor` on pool `all` does not fit on the device: " in text
     assert "It fits with:\n" in text
     assert "  actor.megatron.recompute_granularity=full actor.megatron.recompute_method=uniform " in text
-    assert "\n    then " in text
-    assert "Seconds of a step" not in text
+    assert "\n    peak " in text
+    assert "Seconds per step" not in text
 
 
 def test_the_search_lists_placements_with_overrides(plan: Plan) -> None:
@@ -73,23 +73,23 @@ def test_the_search_lists_placements_with_overrides(plan: Plan) -> None:
     assert "colocated: " in text
     assert "split: " in text
     assert 'cluster.nodes=2 "placement.pools={all: 16}"' in text
-    assert "combinations were looked at" in text
-    assert plan(PRESET, "--nodes", "2")[2].count("--nodes and --devices-per-node are for --search") == 1
+    assert "combinations were tried" in text
+    assert plan(PRESET, "--nodes", "2")[2].count("--nodes and --devices-per-node need --search") == 1
 
 
 def test_means_and_hardware_are_taken_from_the_command_line(plan: Plan) -> None:
     text = plan(PRESET, "--mean-prompt", "100", "--mean-response", "900", "--hardware", "h200")[1]
-    assert "on h200-141gb, 139.8 GiB a device" in text
+    assert "on h200-141gb, 139.8 GiB per device" in text
     assert "means of 100 prompt and 900 response tokens" in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("configs/laptop-ppo.yaml", "--search"), "cluster.device: this is about GPUs, not CPU slots (cluster"),
+        (("configs/laptop-ppo.yaml", "--search"), "cluster.device: plans are for GPUs, not CPU slots (cluster"),
         ((PRESET, "--hardware", "v100"), '"v100" is not known'),
         ((PRESET, "model.path=acme/unheard-of"), "--model NAME (known: DeepSeek-R1-Distill-Qwen-1.5B, "),
-        ((PRESET, "model.path=Qwen/Qwen3-32B-AWQ"), '"Qwen/Qwen3-32B-AWQ" is neither a directory'),
+        ((PRESET, "model.path=Qwen/Qwen3-32B-AWQ"), '"Qwen/Qwen3-32B-AWQ" is not a directory'),
         ((PRESET, "actor.parallel.pp=3"), "does not divide the 32 devices"),
         (
             ("configs/grpo-qwen3-235b-a22b-16n8g.yaml", "actor.parallel.pp=4"),
@@ -109,7 +109,7 @@ def test_mistakes(plan: Plan, arguments: tuple[str, ...], said: str) -> None:
 
 def test_settings_that_are_not_counted_are_named(plan: Plan) -> None:
     text = plan(PRESET, "rollout.vllm.quantization=fp8", "rollout.vllm.enable_expert_parallel=true")[1]
-    assert "Not counted: rollout.vllm.quantization, rollout.vllm.enable_expert_parallel" in text
+    assert "Not included: rollout.vllm.quantization, rollout.vllm.enable_expert_parallel" in text
 
 
 def test_sizes_come_from_a_directory_or_from_a_name(plan: Plan, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_sizes_come_from_a_directory_or_from_a_name(plan: Plan, tmp_path: Path) 
     assert by_directory == plan(PRESET, "--model", "Qwen3-8B")[1]
     assert by_directory != plan(PRESET)[1]
     assert model_spec("meta-llama/Meta-Llama-3.1-70B-Instruct") == model_spec("Llama-3.1-70B")
-    with pytest.raises(ModelError, match="neither a directory"):
+    with pytest.raises(ModelError, match="not a directory"):
         model_spec("Qwen/Qwen3-8B-FP8")
 
 
@@ -183,7 +183,7 @@ def test_models_of_the_same_sizes_are_known_by_their_own_names(name: str, same: 
     ],
 )
 def test_another_model_is_not_taken_for_one_whose_name_it_continues(name: str) -> None:
-    with pytest.raises(ModelError, match="whose sizes are known here"):
+    with pytest.raises(ModelError, match="with known sizes"):
         model_spec(name)
 
 
@@ -219,9 +219,9 @@ def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
     (change,) = [line for line in said.splitlines() if "cluster.nodes=4" in line]
     assert "placement.pools={all: 32}" in change
     assert main(["train", "configs/laptop-ppo.yaml"]) == 1
-    assert "cluster.nodes=6 has 24 CPU slots for placement.pools; a search is" in capsys.readouterr().err
+    assert "cluster.nodes=6 has 24 CPU slots for placement.pools; the search supports" in capsys.readouterr().err
     assert main(["train", "configs/grpo-llama3.1-70b-8n8g.yaml", "model.path=unknown/model"]) == 1
-    assert "What fits on 6 nodes is not known: " in capsys.readouterr().err
+    assert "It is unknown what fits on 6 nodes: " in capsys.readouterr().err
     assert main(["train", "configs/ppo-llama3.1-70b-8n8g.yaml"]) == 1
     assert "No layout of these models fits on 6 or fewer nodes of h100-80gb." in capsys.readouterr().err
 
@@ -232,7 +232,9 @@ def test_turns_say_what_reading_them_again_would_cost(plan: Plan) -> None:
     text = plan(PRESET, *turns)[1]
     assert "reads each of the 8,192 tokens of the longest conversation once; without it, 3 turns read 10,240." in text
     text = plan(PRESET, *turns, "rollout.vllm.enable_prefix_caching=false")[1]
-    assert "without a prefix cache the 3 of the longest conversation read 10,240 tokens; with a prefix cache" in text
+    assert (
+        "without a prefix cache, the longest conversation reads 10,240 tokens in 3 turns; with a prefix cache" in text
+    )
     assert "Turns:" not in plan(PRESET)[1]
 
 
@@ -250,9 +252,9 @@ def test_asynchrony_is_planned_where_engines_are_apart(plan: Plan) -> None:
         float(rows[name][0]) for name in ("synchronous, on shared devices", "synchronous", "2 ahead, in flight")
     )
     assert shared < ahead < waits
-    assert "Shared devices are faster although they wait" in text
+    assert "Shared devices are faster, although they wait" in text
     assert ": training is the bottleneck." in text
-    assert "No other division of these devices that was tried is faster." in text
+    assert "None of the other divisions of these devices that were tried is faster." in text
     skewed = ("placement.pools={all: null, train: 8, engines: 24}", *apart[1:], "asynchrony.ahead=1")
     recomputed = [f"actor.megatron.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1")]
     layout = (
@@ -262,5 +264,5 @@ def test_asynchrony_is_planned_where_engines_are_apart(plan: Plan) -> None:
         *recomputed,
     )
     text = plan(PRESET, *skewed, *layout)[1]
-    assert "These devices divided otherwise take " in text
+    assert "Another division of these devices takes " in text
     assert '  "placement.pools={train: 16, engines: 16}"\n' in text

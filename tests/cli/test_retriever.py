@@ -70,5 +70,5 @@ def test_a_device_without_an_encoder_is_a_message(tmp_path: Path, capsys: pytest
     assert main(["retriever", str(tmp_path / "corpus.jsonl"), "--device", "cuda"]) == 1
     assert capsys.readouterr().err == (
         'retriever: --device is "cuda", but without --encoder passages are found by BM25, on the CPU\n'
-        "  fix: name an encoder, or leave --device out\n"
+        "  fix: set --encoder, or leave --device out\n"
     )

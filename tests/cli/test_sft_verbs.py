@@ -99,7 +99,7 @@ def test_the_plan_is_that_of_the_actor_alone(capsys: pytest.CaptureFixture[str])
     update = update_phase(make_plan_input(replace(sft, config=same), None))
     assert update.num_bytes == max(role.alone_bytes for role in role_stages(rl, "actor"))
     assert main(["plan", SFT, *GPUS, *LARGE]) == 0
-    assert "It fits, and leaves " in capsys.readouterr().out
+    assert "It fits: free " in capsys.readouterr().out
     assert main(["plan", SFT, *GPUS, *LARGE, "actor.max_tokens_per_device=65536"]) == 2
     assert "actor.max_tokens_per_device" in capsys.readouterr().out
     assert main(["plan", SFT, *GPUS, *LARGE, "--search"]) == 2
@@ -122,7 +122,7 @@ def test_a_machine_holds_the_ranks_their_work_and_a_checkpoint() -> None:
 
 @pytest.mark.parametrize("reference", ["in_place", "once"])
 def test_a_reference_in_place_takes_memory(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its weights, and room for the policy's while they are in their place."""
+    """Its weights, and space for the policy's while they are in their place."""
     model, once = "Qwen/Qwen2.5-0.5B-Instruct", reference == "once"
     config = load_config_of("dpo", DPO, [f"preference.reference={reference}"]).config
     without = load_config_of("dpo", DPO, ["preference={loss: simpo, sft_weight: 0}"]).config
@@ -135,10 +135,10 @@ def test_a_reference_in_place_takes_memory(reference: str, capsys: pytest.Captur
     assert main(["explain", DPO, f"preference.reference={reference}"]) == 0
     explained = capsys.readouterr().out
     assert ("actor, reference (preference.reference: in_place) take turns" in explained) is not once
-    assert ("The reference has no weights of its own (preference.reference: once)" in explained) is once
+    assert ("The reference has no separate weights (preference.reference: once)" in explained) is once
     assert main(["plan", DPO, *GPUS, "--model", model, f"preference.reference={reference}"]) == 0
-    host = f"{8 * num_bytes / 2**30:.1f} GiB on each machine: the reference's weights, and room for the policy's"
-    assert ("Host: no weights of a reference." if once else f"Host: {host}") in capsys.readouterr().out
+    host = f"{8 * num_bytes / 2**30:.1f} GiB on each machine: the reference's weights, and space for the policy's"
+    assert ("Host: no reference weights." if once else f"Host: {host}") in capsys.readouterr().out
 
 
 def test_the_rows_and_the_model_are_checked(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_rows_and_the_model_are_checked(tmp_path: Path) -> None:
         ("warn", "data.train.talks"),
         ("ok", "data.train"),
     ]
-    assert "must end with a message of the assistant, not of user" in found[2].what
+    assert "must end with a message of role assistant, not user" in found[2].what
     short = load_config_of("sft", SFT, [*overrides, "batch.max_response_tokens=4"]).config
     (failed, *_) = [finding for finding in check_data(short, all_rows=False) if "max_response_tokens" in finding.what]
     assert failed.verdict == "fail"
@@ -180,5 +180,5 @@ def test_a_run_that_cannot_fit_does_not_start(tmp_path: Path, capsys: pytest.Cap
     assert main(["sft", SFT, *large, "actor.max_tokens_per_device=65536"]) == 2
     refused = capsys.readouterr().err
     assert "an update takes " in refused
-    assert "or cluster.overfull=warn to start all the same" in refused
+    assert "or set cluster.overfull=warn to start anyway" in refused
     assert not list(tmp_path.iterdir())

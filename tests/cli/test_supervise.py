@@ -117,9 +117,8 @@ def test_a_run_whose_devices_do_not_come_back_goes_on_with_fewer(
     assert supervise(whole, tmp_path, 5, 0.0, ["cluster.nodes=1", "actor.parallel={pp: 1}"]) == 0
     fewer = [*whole, "cluster.nodes=1", "actor.parallel={pp: 1}", "--attempt"]
     assert made == [[*whole, "--attempt"]] * 2 + [fewer] * 2
-    said = (
-        "the run found no place, and goes on with cluster.nodes=1 'actor.parallel={pp: 1}': restart 2 of 5, from step 0"
-    )
+    overrides = "cluster.nodes=1 'actor.parallel={pp: 1}'"
+    said = f"the run did not find enough devices, and continues with {overrides}: restart 2 of 5, from step 0"
     assert said in capsys.readouterr().err
 
 

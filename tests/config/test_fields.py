@@ -43,4 +43,4 @@ def test_no_field_is_in_two_lists(section: str) -> None:
 
 def test_a_field_that_nobody_has_decided_about_is_found() -> None:
     assert undecided(passthrough.TRANSFORMER, ["a_new_switch", "fp8", "num_layers"]) == ["a_new_switch"]
-    assert passthrough.TRANSFORMER.rules.refusal("a_new_switch", True) == "no test of mrl holds it against a plain run"
+    assert passthrough.TRANSFORMER.rules.refusal("a_new_switch", True) == "no test of mrl compares it with a plain run"

@@ -118,7 +118,7 @@ def test_a_run_whose_directory_is_gone_ends_soon_and_says_so(how: str, tmp_path:
         assert holder.wait(10) == 1
         assert holder.stderr is not None
         said = holder.stderr.read()
-        assert said.startswith(f"{directory}: the run's directory has been removed or renamed, so that nothing can be")
+        assert said.startswith(f"{directory}: the run's directory was removed or renamed, so nothing can be")
         assert said.count("\n") == 1
 
 

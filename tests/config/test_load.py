@@ -191,10 +191,10 @@ def test_a_pipeline_of_uneven_stages(valid: str, write: Write) -> None:
         load_config(write(valid), overrides)
     assert load_config("run.yaml", [*overrides, "actor.parallel.first_stage_layers=3"]).warnings == ()
     wrong = {
-        "actor.parallel.first_stage_layers=5": "5 layers less 5 leave 0 for 1 equal stages",
-        "actor.parallel={first_stage_layers: 3, last_stage_layers: 1}": "5 layers less 3 and 1 leave 1 for 0 equal",
+        "actor.parallel.first_stage_layers=5": "5 layers minus 5 leave 0 for 1 equal stages",
+        "actor.parallel={first_stage_layers: 3, last_stage_layers: 1}": "5 layers minus 3 and 1 leave 1 for 0 equal",
         "actor.parallel={first_stage_layers: 3, vpp: 2}": r"stages of \[3, 2\] layers do not split into vpp 2 chunks",
-        "actor.parallel={pp: 1, first_stage_layers: 3}": "first_stage_layers: needs a pipeline, and pp is 1",
+        "actor.parallel={pp: 1, first_stage_layers: 3}": "first_stage_layers: needs a pipeline, but pp is 1",
         "actor.megatron.num_layers_in_first_pipeline_stage=3": "set by actor.parallel.first_stage_layers",
     }
     for override, message in wrong.items():
@@ -253,10 +253,10 @@ def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, 
         ("actor.parallel.tp=4", 'actor.parallel: tp x cp x pp = 4 does not divide the 2 devices of pool "laptop"'),
         ("actor.optimizer={learning_rate: 1}", "actor.optimizer.learning_rate: OptimizerConfig"),
         ("data.train=null", "data.train"),
-        ("training.epochs=2", "training: steps and epochs both say when to end"),
-        ("training.steps=null", "training: neither steps nor epochs say when to end"),
-        ("training={epochs: 1, steps: null}", "training.epochs: sources with weights have no epoch in common"),
-        ("validation.every=5", "validation.every: data.validation names no source"),
+        ("training.epochs=2", "training: steps and epochs are both set"),
+        ("training.steps=null", "training: steps and epochs are both null"),
+        ("training={epochs: 1, steps: null}", "training.epochs: sources with weights have no common epoch"),
+        ("validation.every=5", "validation.every: data.validation has no source"),
         ("validation.keep_best=true", "validation.keep_best: nothing is validated: validation.every is 0"),
         ("validation.samples=-1", "validation.samples: must be at least 0, not -1"),
         ("validation.max_response_tokens=0", "validation.max_response_tokens: must be at least 1, not 0"),

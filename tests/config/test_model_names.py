@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_has_the_commit_that_it_began_with(
     with pytest.raises(ModelError, match=f"{NAME}@{before.name}: .* does not have it"):
         settle_models(resolved)
     Path("runs/demo/models.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"models\.json: run\.name: what the run wrote of its models cannot be read"):
+    with pytest.raises(ConfigError, match=r"models\.json: run\.name: cannot read the models that the run recorded"):
         settle_models(resolved)
 
 

@@ -44,7 +44,7 @@ def test_message(case: dict[str, Any]) -> None:
 )
 def test_a_configuration_of_another_command(verb: str, of: str, more: str) -> None:
     (problem,) = problems_of(verb, PATHS[of], [])
-    assert problem == f"is a configuration of `mrl {of}`, not of `mrl {verb}` (mrl {of} {PATHS[of]}{more})"
+    assert problem == f"this is a configuration of `mrl {of}`, not of `mrl {verb}` (mrl {of} {PATHS[of]}{more})"
 
 
 def test_a_run_directory_of_another_command(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_run_directory_of_another_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         open_run_directory(load_config_of("dpo", PATHS["dpo"], here), may_go_on=True).__enter__()
     (problem,) = caught.value.problems
-    assert problem.what == "a run of `mrl rm` has checkpoints here, and `mrl dpo` cannot go on from them"
+    assert problem.what == "a run of `mrl rm` has checkpoints here, but `mrl dpo` cannot continue from them"
 
 
 @pytest.mark.parametrize(("verb", "kind"), [("rm", RmConfig), ("dpo", DpoConfig)])

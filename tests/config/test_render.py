@@ -277,10 +277,10 @@ def test_difference_in_type_alone(valid: str, write: Write) -> None:
 
 def test_schema_lists_every_key_once_with_its_meaning() -> None:
     text = render_schema()
-    assert "  prompts_per_step: whole number, at least 1; required\n      Prompts drawn for one step.\n" in text
+    assert "  prompts_per_step: whole number, at least 1; required\n      Prompts drawn for each step.\n" in text
     assert "  device: cpu | gpu; required\n" in text
     assert "  ray_address: one line of text | null; default null\n" in text
-    assert "    Its keys are those of actor.\n" in text
+    assert "    Same keys as actor.\n" in text
     assert text.count("max_tokens_per_device:") == 4, "of actor and critic, reference, reward model and teacher"
 
 

@@ -62,12 +62,12 @@ def test_a_run_is_never_written_over(valid: str, write: Write) -> None:
     with open_run_directory(resolved, may_go_on=True) as directory:
         before = (directory / "config.yaml").stat()
     assert refusal(resolved, may_go_on=False) == (
-        "runs/demo: run.name: this directory holds something already, and no checkpoint to go on from "
+        "runs/demo: run.name: this directory is not empty, and has no checkpoint to continue from "
         "(choose another run.name or run.dir, or move that directory away)"
     )
     assert (directory / "config.yaml").stat() == before
     (directory / "config.yaml").rename(directory / "mine.txt")
-    assert "holds something already" in refusal(resolved), "what is not a run of mrl is nobody's to move"
+    assert "this directory is not empty" in refusal(resolved), "what is not a run of mrl is nobody's to move"
 
 
 def test_an_attempt_that_failed_before_its_first_checkpoint_is_set_aside(valid: str, write: Write) -> None:
@@ -97,7 +97,7 @@ def test_a_run_with_a_checkpoint_goes_on_unless_told_not_to(valid: str, write: W
         (directory / "checkpoints" / "step-000003").mkdir(parents=True)
     with open_run_directory(load_config("run.yaml", ["training.steps=20"]), may_go_on=True):
         assert load_config(str(directory / "config.yaml")).config.training.steps == 20
-    assert "holds something already" in refusal(resolved, may_go_on=False)
+    assert "this directory is not empty" in refusal(resolved, may_go_on=False)
 
 
 def test_an_empty_directory_may_be_there(valid: str, write: Write) -> None:
@@ -110,7 +110,7 @@ def test_an_empty_directory_may_be_there(valid: str, write: Write) -> None:
 def test_a_file_in_the_way(valid: str, write: Write) -> None:
     path = write(valid)
     write("", "runs")
-    assert "run.dir: the run directory cannot be made: " in refusal(load_config(path))
+    assert "run.dir: cannot create the run directory: " in refusal(load_config(path))
 
 
 def test_two_runs_at_once(valid: str, write: Write) -> None:
@@ -137,7 +137,7 @@ def test_a_run_that_another_host_runs(valid: str, write: Write, monkeypatch: pyt
 def test_a_lease_that_cannot_be_written_is_a_message(valid: str, write: Write) -> None:
     resolved = load_config(write(valid))
     Path("runs/demo/.lease.new").mkdir(parents=True)
-    assert "runs/demo/.lease.new: run.dir: the run directory cannot be made: Is a directory" in refusal(resolved)
+    assert "runs/demo/.lease.new: run.dir: cannot create the run directory: Is a directory" in refusal(resolved)
 
 
 def test_steps_are_those_whose_names_are_whole(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_what_mrl_train_saved_is_not_gone_on_with_by_mrl_sft(valid: str, write: 
     other = load_config_of("sft", LAPTOP_SFT, [f"run.name={run.name}", f"run.dir={run.dir}"])
     with pytest.raises(ConfigError) as caught, open_run_directory(other, may_go_on=True):
         pass
-    assert "a run of `mrl train` has checkpoints here, and `mrl sft` cannot go on from them" in str(caught.value)
+    assert "a run of `mrl train` has checkpoints here, but `mrl sft` cannot continue from them" in str(caught.value)
     assert (directory / "config.yaml").read_text() == began
     (directory / "config.yaml").write_text(render(other))
     with (

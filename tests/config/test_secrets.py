@@ -171,7 +171,9 @@ def test_secrets_inside_a_list_are_hidden_elsewhere(valid: str, write: Write) ->
 
 def test_a_secret_names_no_directory(valid: str, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MRL_TEST_TOKEN", CANARY)
-    with pytest.raises(ConfigError, match=r"command line: run\.name: holds a secret, and would name a directory"):
+    with pytest.raises(
+        ConfigError, match=r"command line: run\.name: contains a secret, which would become the name of a directory"
+    ):
         load_config(write(valid), ["run.name=${oc.env:MRL_TEST_TOKEN}"])
     assert not Path("runs").exists()
 

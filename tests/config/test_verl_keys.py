@@ -44,19 +44,19 @@ def test_every_key_of_a_plain_verl_file_is_answered(write: Callable[..., str]) -
         ),
         f"{ROLLOUT}.top_k": "rollout.top_k=0",
         f"{ROLLOUT}.val_kwargs.top_k": "validation.top_k=0",
-        f"{ROLLOUT}.val_kwargs.temperature": "validation.temperature, which stays out: validation.greedy=true",
+        f"{ROLLOUT}.val_kwargs.temperature": "validation.temperature, which is not needed: validation.greedy=true",
         f"{ROLLOUT}.val_kwargs.do_sample": "validation.greedy=true",
         f"{ROLLOUT}.val_kwargs.n": "validation.samples_per_prompt=1",
         f"{ROLLOUT}.tensor_model_parallel_size": "rollout.tp=1",
         "critic.optim.lr": "critic.optimizer.lr=1e-05",
         "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": (
-            "reference.parallel.tp=2, the actor's unless placement.roles.reference names a pool"
+            "reference.parallel.tp=2, which defaults to the actor's unless placement.roles.reference has a pool"
         ),
         "data.truncation": "data.overlong=error",
         "algorithm.kl_ctrl.target_kl": "algorithm.kl.target=null, because kl_ctrl.type is fixed",
         "trainer.test_freq": "validation.every=0",
         "trainer.save_freq": "training.save_every=0",
-        "trainer.logger": "training.trackers=[wandb], beside the terminal and metrics.jsonl",
+        "trainer.logger": "training.trackers=[wandb], in addition to the terminal and metrics.jsonl",
     }.items(),
 )
 def test_answer_converts_the_value(key: str, answer: str, write: Callable[..., str]) -> None:
@@ -118,7 +118,7 @@ def test_answer_follows_the_switches(overrides: list[str], answers: dict[str, st
 def test_unknown_estimator_of_verl_is_said_to_be_unknown(estimator: str, valid: str, write: Callable[..., str]) -> None:
     (problem,) = problems_of(write(valid), [f"algorithm.adv_estimator={estimator}"])
     assert problem.fix.startswith(
-        f"verl's; here it is algorithm.advantage, which does not know {estimator} (known: gae"
+        f"verl's; here it is algorithm.advantage, which does not support {estimator} (known: gae"
     )
 
 

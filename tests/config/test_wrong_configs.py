@@ -79,8 +79,8 @@ def test_there_are_many_cases() -> None:
         (
             "run: {name: a}\nmodel: {}\nrun: {name: b}\nmodel: {}\n",
             [
-                "run.yaml:3: run: stands here twice, first in line 1",
-                "run.yaml:4: model: stands here twice, first in line 2",
+                "run.yaml:3: run: the key occurs twice, first in line 1",
+                "run.yaml:4: model: the key occurs twice, first in line 2",
             ],
         ),
         (
@@ -90,17 +90,17 @@ def test_there_are_many_cases() -> None:
                 "run.yaml:2: model: the tag !mine is not allowed (write plain values)",
             ],
         ),
-        ("1: x\n", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
-        ("{ 1e-6}", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
-        ("1.5E+3: x", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
-        ("? [a, b]\n: x\n", ["run.yaml:1: a key must be text (a number or truth value needs quotes to be one)"]),
+        ("1: x\n", ["run.yaml:1: a key must be text (put numbers and booleans in quotes)"]),
+        ("{ 1e-6}", ["run.yaml:1: a key must be text (put numbers and booleans in quotes)"]),
+        ("1.5E+3: x", ["run.yaml:1: a key must be text (put numbers and booleans in quotes)"]),
+        ("? [a, b]\n: x\n", ["run.yaml:1: a key must be text (put numbers and booleans in quotes)"]),
         (
             "run: &a {name: x}\nmodel:\n  <<: *a\n",
-            ["run.yaml:3: model: merge keys (<<) are not supported (share values by extends: another file)"],
+            ["run.yaml:3: model: merge keys (<<) are not supported (share values with `extends:` and another file)"],
         ),
         ("run: *nothing\n", ["run.yaml:1: not valid YAML: found undefined alias"]),
-        ("run: &a [*a, *a]\n", ["run.yaml:1: run: an alias that holds itself"]),
-        ("run: &a {name: {x: *a}}\n", ["run.yaml:1: run.name.x: an alias that holds itself"]),
+        ("run: &a [*a, *a]\n", ["run.yaml:1: run: an alias that contains itself"]),
+        ("run: &a {name: {x: *a}}\n", ["run.yaml:1: run.name.x: an alias that contains itself"]),
         ("run: " + "[" * 30 + "]" * 30, ["run.yaml:1: run: more than 20 levels deep"]),
         (
             "run: !!int x\n",
@@ -118,14 +118,20 @@ def test_there_are_many_cases() -> None:
         ),
         ("a" * 2_000_000, ["run.yaml: cannot be read: has 2000000 bytes; at most 1048576 are read"]),
         ("a: " + "[" * 100_000, ["run.yaml:1: not readable: more than 20 levels deep"]),
-        ("extends: 3\n", ["run.yaml:1: extends: must name one file (a chain of files extends one by one)"]),
+        (
+            "extends: 3\n",
+            ["run.yaml:1: extends: must be the name of one file (to combine several files, let each extend the next)"],
+        ),
         (
             "extends: [a.yaml, b.yaml]\n",
-            ["run.yaml:1: extends: must name one file (a chain of files extends one by one)"],
+            ["run.yaml:1: extends: must be the name of one file (to combine several files, let each extend the next)"],
         ),
-        ("extends: run.yaml\n", ["run.yaml:1: extends: goes in a circle: run.yaml -> run.yaml"]),
+        ("extends: run.yaml\n", ["run.yaml:1: extends: the chain of files is a cycle: run.yaml -> run.yaml"]),
         ("a: 1\nextends: bass.yaml\n", ['run.yaml:2: extends: "bass.yaml" does not exist (did you mean "base.yaml"?)']),
-        ('extends: "a\\0.yaml"\n', ["run.yaml:1: extends: must name one file (a chain of files extends one by one)"]),
+        (
+            'extends: "a\\0.yaml"\n',
+            ["run.yaml:1: extends: must be the name of one file (to combine several files, let each extend the next)"],
+        ),
         ("extends: " + "x" * 300, [f'run.yaml:1: extends: "{"x" * 300}" does not exist']),
         ("extends: folder\n", ['run.yaml:1: extends: "folder" is a directory (name a file)']),
     ],
@@ -141,7 +147,7 @@ def test_alias_bomb_is_refused_in_bounded_time(write: Callable[..., str]) -> Non
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     (problem,) = problems_of(write("\n".join(levels)))
-    assert "more than 10000 values, with those that aliases repeat" in problem
+    assert "more than 10000 values, including those repeated by aliases" in problem
 
 
 @pytest.mark.parametrize(
@@ -150,12 +156,12 @@ def test_alias_bomb_is_refused_in_bounded_time(write: Callable[..., str]) -> Non
         ("a" + ".a" * 1000 + "=1", 'command line: "a' + ".a" * 1000 + '" is not an override (write key.path=value)'),
         (
             "model.path=~nobody-of-this-name/model",
-            "command line: model.path: there is no directory $PWD/~nobody-of-this-name/model, and "
-            '"~nobody-of-this-name/model" is no name on the hub (organization/name[@revision])',
+            "command line: model.path: $PWD/~nobody-of-this-name/model is not a directory, and "
+            '"~nobody-of-this-name/model" is not a name on the hub (organization/name[@revision])',
         ),
         (
             "model.path=./" + "x" * 300,
-            f'command line: model.path: there is no directory $PWD/{"x" * 300}, and "./{"x" * 300}" is no name on the '
+            f'command line: model.path: $PWD/{"x" * 300} is not a directory, and "./{"x" * 300}" is not a name on the '
             "hub (organization/name[@revision])",
         ),
         ('run.dir="a\\0b"', 'command line: run.dir: must be one line of text, not "a\\u0000b"'),
@@ -171,7 +177,7 @@ def test_circle_of_three_files_is_spelled_out(write: Callable[..., str]) -> None
     write("extends: c.yaml\n", "b.yaml")
     write("extends: a.yaml\n", "c.yaml")
     assert problems_of(write("extends: b.yaml\n", "a.yaml")) == [
-        "c.yaml:1: extends: goes in a circle: a.yaml -> b.yaml -> c.yaml -> a.yaml"
+        "c.yaml:1: extends: the chain of files is a cycle: a.yaml -> b.yaml -> c.yaml -> a.yaml"
     ]
 
 
@@ -194,7 +200,7 @@ def test_mistakes_of_file_and_command_line_come_together(valid: str, write: Call
     assert problems_of(
         path, ["actor.parallel.tpp=2", "+run.name=x", "run.dir=[]", "critic.max_tokens_per_device=0"]
     ) == [
-        "command line: +run.name: an override has no prefix (write run.name=value; run.name=null removes)",
+        "command line: +run.name: an override takes no prefix (write run.name=value; run.name=null removes)",
         "command line: run.dir: must be text, not a list",
         'run.yaml:5: cluster.device: "tpu" is not one of cpu, gpu (did you mean "gpu"?)',
         'run.yaml:16: batch.prompts_per_step: must be a whole number, not "x"',
@@ -213,7 +219,7 @@ def test_unreadable_file_still_reports_the_command_line(write: Callable[..., str
 def test_a_chain_of_thousands_of_files_ends_soon(write: Callable[..., str]) -> None:
     for number in range(3000):
         write(f"extends: c{number + 1}.yaml\n", f"c{number}.yaml")
-    with pytest.raises(ConfigError, match=r"c49\.yaml:1: extends: 50 files extend each other up to here"):
+    with pytest.raises(ConfigError, match=r"c49\.yaml:1: extends: the chain of files is longer than 50"):
         load_config("c0.yaml")
 
 

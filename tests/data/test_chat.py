@@ -72,8 +72,8 @@ def test_no_message_speaks_with_another_roles_voice(tokenizer: ChatTokenizer, co
     with pytest.raises(BadRow) as caught:
         encoder.render(row_of("fine", f"so{control}then"))
     assert str(caught.value) == (
-        f'rows.jsonl:1: message 1 (user) holds the control token "{control}"\n'
-        "  fix: remove it: it would speak with another role's voice"
+        f'rows.jsonl:1: message 1 (user) contains the control token "{control}"\n'
+        "  fix: remove it: it would speak in another role"
     )
     assert encoder.render(row_of("<|end |>", "<|Pad|>")).endswith("<|assistant|>")
 
@@ -90,8 +90,8 @@ def test_a_template_that_refuses_a_prompt_names_the_row(tokenizer_directory: Pat
     with pytest.raises(BadRow) as caught:
         PromptEncoder(load_tokenizer(str(made)), {}).render(row_of("one"))
     assert str(caught.value) == (
-        "rows.jsonl:1: the chat template refuses this prompt: users only\n"
-        "  fix: mend the row, or the template's options in data.template"
+        "rows.jsonl:1: the chat template raised an error on this prompt: users only\n"
+        "  fix: correct the row, or the template's options in data.template"
     )
 
 
@@ -103,7 +103,7 @@ def test_a_reward_model_reads_the_policys_ids(
     shutil.copytree(tokenizer_directory, made)
     (made / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (warned,) = compare_tokenizer(tokenizer, str(made))
-    assert warned == f"the chat template of {made} is not the policy's, in whose form it will read prompts"
+    assert warned == f"{made} has another chat template than the policy, but reads prompts in the policy's template"
     content = json.loads((made / "tokenizer.json").read_text())
     vocab = content["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
@@ -155,7 +155,7 @@ def test_a_base_model_is_given_a_template_by_the_configuration(tokenizer_directo
     base = str(without_template(tokenizer_directory, here))
     with pytest.raises(DataError, match="has no chat template") as caught:
         load_tokenizer(base)
-    assert "data.template_file names one, data.raw_text=true needs none" in caught.value.fix
+    assert "set data.template_file or data.raw_text=true" in caught.value.fix
     Path("plain.jinja").write_text("{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A:")
     data = replace(data_config("rows.jsonl"), template_file="plain.jinja")
     text = prompt_encoder(load_tokenizer(base, data), data).render(row_of("why?"))
@@ -173,9 +173,9 @@ def test_raw_text_is_the_prompt_as_it_stands(tokenizer_directory: Path, with_bos
     (ids,) = encoder.encode(["1 2 3"])
     assert ids[0] == with_bos.get_vocab()[BOS]
     assert ids[1:] == with_bos(["1 2 3"], add_special_tokens=False)["input_ids"][0]
-    with pytest.raises(BadRow, match="a raw prompt is one text, and this is a chat of 2 messages"):
+    with pytest.raises(BadRow, match="a raw prompt must be one text, but this is a chat of 2 messages"):
         encoder.render(row_of("one", "two"))
-    with pytest.raises(BadRow, match="holds the control token"):
+    with pytest.raises(BadRow, match="contains the control token"):
         encoder.render(row_of(f"one {BOS}"))
 
 
@@ -186,7 +186,7 @@ def test_a_tokenizer_that_ends_every_text_has_no_raw_prompts(tokenizer_directory
     whole = Tokenizer.from_file(str(base / "tokenizer.json"))
     whole.post_processor = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, ended.eos_token_id)])
     whole.save(str(base / "tokenizer.json"))
-    with pytest.raises(DataError, match="puts its end token behind every text"):
+    with pytest.raises(DataError, match="appends its end token to every text"):
         load_tokenizer(str(base), replace(data_config("rows.jsonl"), raw_text=True))
 
 

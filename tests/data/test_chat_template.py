@@ -45,11 +45,13 @@ def within_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 HOSTILE = {
     # template: what is said of it
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "computes for more than 0.3 s",
-    "{{ 10 ** (10 ** 10) }}": "computes for more than 0.3 s",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": (
+        "rendering took more than 0.3 s of CPU time"
+    ),
+    "{{ 10 ** (10 ** 10) }}": "rendering took more than 0.3 s of CPU time",
     "{% for i in range(10 ** 10) %}{% endfor %}": "Range too big",
-    "{{ 'a' * 10 ** 10 }}": "takes more than 1024 MiB",
-    "{{ '%010000000000d' % 1 }}": "takes more than 1024 MiB",
+    "{{ 'a' * 10 ** 10 }}": "needs more than 1024 MiB",
+    "{{ '%010000000000d' % 1 }}": "needs more than 1024 MiB",
     "{{ 'a' * 5000000 }}": "writes 5000000 characters; at most 4194304",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "maximum recursion depth exceeded",
     "{{ 1 / 0 }}": "division by zero",
@@ -81,7 +83,7 @@ def test_a_row_on_which_a_template_loops_is_a_bad_row_and_the_others_are_prompts
     assert isinstance(first, Prompt)
     assert isinstance(last, Prompt)
     assert isinstance(looping, SkippedRow)
-    what = "the chat template refuses this prompt: it computes for more than 0.3 s"
+    what = "the chat template raised an error on this prompt: rendering took more than 0.3 s of CPU time"
     assert str(looping.error).startswith(f"rows.jsonl:2: {what}\n")
 
 
@@ -89,7 +91,7 @@ def test_a_template_that_loops_on_everything_is_found_when_it_is_loaded(here: Pa
     shutil.copytree(tokenizer_directory, "made")
     Path("made/chat_template.jinja").write_text("{{ 10 ** (10 ** 10) }}")
     with pytest.raises(
-        DataError, match=r"made: the chat template cannot be rendered: it computes for more than 0\.3 s"
+        DataError, match=r"made: cannot render the chat template: rendering took more than 0\.3 s of CPU time"
     ):
         load_tokenizer("made")
 

@@ -97,8 +97,8 @@ def test_a_former_turn_that_loses_its_thinking_is_refused(tmp_path: Path) -> Non
     with pytest.raises(BadRow) as caught:
         learned(tokenizer, talk, 1)
     assert str(caught.value).startswith(
-        "talks.jsonl:7: message 1 (assistant): the chat template leaves out some of it, such as its thinking\n"
-        "  fix: batch.loss_on=last, "
+        "talks.jsonl:7: message 1 (assistant): the chat template leaves out a part of it, such as its thinking\n"
+        "  fix: set batch.loss_on=last, "
     )
     _, answer = learned(tokenizer, talk, 3)
     assert in_runs(tokenizer, answer) == [(True, THOUGHT + TALK[3] + "<|im_end|>")]
@@ -106,7 +106,7 @@ def test_a_former_turn_that_loses_its_thinking_is_refused(tmp_path: Path) -> Non
 
 def test_a_former_turn_that_was_called_for_otherwise_is_refused(tmp_path: Path) -> None:
     tokenizer = save_tokenizer("qwen3", tmp_path)
-    what = r"talks.jsonl:7: message 1 \(assistant\): the chat template renders what stands before it otherwise"
+    what = r"talks.jsonl:7: message 1 \(assistant\): the chat template renders the messages before it differently"
     with pytest.raises(BadRow, match=what):
         learned(tokenizer, talk_of(*TALK), 1, enable_thinking=False)
     _, answer = learned(tokenizer, talk_of(*TALK), 3, enable_thinking=False)
@@ -115,7 +115,7 @@ def test_a_former_turn_that_was_called_for_otherwise_is_refused(tmp_path: Path) 
 
 def test_a_system_message_that_moves_is_refused(tmp_path: Path) -> None:
     talk = [{"role": "system", "content": "Be brief."}, *talk_of(*TALK)]
-    with pytest.raises(BadRow, match=r"message 2 \(assistant\): the chat template renders what stands before it"):
+    with pytest.raises(BadRow, match=r"message 2 \(assistant\): the chat template renders the messages before it"):
         learned(save_tokenizer("mistral0.3", tmp_path), talk, 2)
 
 
@@ -123,17 +123,19 @@ def test_an_answer_that_begins_within_a_token_is_refused(tmp_path: Path) -> None
     tokenizer = save_tokenizer("qwen2.5", tmp_path)
     assert len(tokenizer(["\n\n"], add_special_tokens=False)["input_ids"][0]) == 1
     for first in (1, 3):
-        with pytest.raises(BadRow, match=r"^talks.jsonl:7: message 3 \(assistant\) begins within a token"):
+        with pytest.raises(BadRow, match=r"^talks.jsonl:7: message 3 \(assistant\) begins inside a token"):
             learned(tokenizer, talk_of(*TALK[:3], "\n48"), first)
 
 
 def test_a_turn_without_an_end_is_refused(tmp_path: Path) -> None:
     tokenizer = save_tokenizer("qwen2.5", tmp_path)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    with pytest.raises(BadRow, match=r"message 1 \(assistant\): the chat template ends it with no control token"):
+    with pytest.raises(
+        BadRow, match=r"message 1 \(assistant\): the chat template does not end it with a control token"
+    ):
         learned(tokenizer, talk_of(*TALK[:2]), 1)
 
 
 def test_an_answer_may_not_speak_with_another_voice(tmp_path: Path) -> None:
-    with pytest.raises(BadRow, match=r'message 1 \(assistant\) holds the control token "<\|im_end\|>"'):
+    with pytest.raises(BadRow, match=r'message 1 \(assistant\) contains the control token "<\|im_end\|>"'):
         learned(save_tokenizer("qwen2.5", tmp_path), talk_of(TALK[0], "3<|im_end|>"), 1)

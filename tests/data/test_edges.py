@@ -63,7 +63,7 @@ def test_a_usable_row_ends_a_drought(here: Path, loader_of: OpenLoader, monkeypa
     dry = loader_of(train="rows.jsonl", overlong="drop", shuffle=False, prompts_per_step=1)
     for _ in range(2):
         dry.next_batch()
-    with pytest.raises(DataError, match=r"none of the last 3 rows drawn is usable \(7 prompts were too long\)"):
+    with pytest.raises(DataError, match=r"none of the last 3 drawn rows is usable \(7 prompts were too long\)"):
         dry.next_batch()
 
 

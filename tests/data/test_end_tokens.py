@@ -41,7 +41,7 @@ def test_the_configuration_adds_its_own_or_has_them_alone(tokenizer: ChatTokeniz
 
 def test_what_cannot_end_a_response_is_refused(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
     size = len(tokenizer.get_vocab())
-    with pytest.raises(DataError, match=f"there is no token {size}: the tokenizer has {size}"):
+    with pytest.raises(DataError, match=f"token {size} does not exist: the tokenizer has {size} tokens"):
         end_tokens(tokenizer, str(tmp_path), rollout(stop_token_ids=[size]))
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(DataError, match="not JSON"):

@@ -219,7 +219,7 @@ def test_a_prompt_of_megabytes_is_refused_and_counted(text: str, here: Path, dat
     assert isinstance(one, SkippedRow)
     assert "characters; at most 1048576" in str(one.error)
     assert isinstance(many, SkippedRow)
-    assert "characters together; at most 1048576" in str(many.error)
+    assert "characters in total; at most 1048576" in str(many.error)
     assert isinstance(long, SkippedRow)
     assert long.error is None
     assert long.num_tokens > 10_000
@@ -230,7 +230,7 @@ def test_a_row_group_that_holds_fewer_rows_than_the_footer_says(here: Path) -> N
     write_groups(Path("rows.parquet"), 10)
     rows = ParquetFile(Path("rows.parquet"), ["prompt"])
     rows._starts = [0, 12]  # of a damaged footer, which Arrow does not look at
-    with pytest.raises(DataError, match=r"rows\.parquet: rows 0 to 11 cannot be read: 10 rows are there, not 12"):
+    with pytest.raises(DataError, match=r"rows\.parquet: rows 0 to 11 cannot be read: 10 rows found, not 12"):
         rows.row(11)
 
 

@@ -108,7 +108,7 @@ def test_groups_of_one_are_rows(lengths: list[int], num_ranks: int, rules: Packi
 
 
 def test_a_group_above_the_budget_is_named_with_the_budget_that_would_do() -> None:
-    with pytest.raises(BatchError, match=r"group 1 has 130 tokens in all, .* one micro-batch of 100 ") as raised:
+    with pytest.raises(BatchError, match=r"group 1 has 130 tokens, .* one micro-batch of 100 ") as raised:
         plan_step([10, 20, 60, 70], 1, 100, PackingRules(COST), [2, 2])
     assert raised.value.fix.startswith("set max_tokens_per_device to at least 130")
 

@@ -105,8 +105,8 @@ def test_dapo_rows_come_once_and_contradictions_not_at_all(here: Path) -> None:
     assert [exercise.answer for exercise in made.exercises] == ["1", "3"]
     assert (made.num_read, made.num_repeated) == (13, 9)
     assert made.refused == {
-        "the prompt does not ask for its answer in the published words": ["dapo-math-17k.parquet: row 12"],
-        "another row gives the same question another answer": ["dapo-math-17k.parquet: row 1"],
+        "the prompt does not use the published wording": ["dapo-math-17k.parquet: row 12"],
+        "another row gives a different answer to the same question": ["dapo-math-17k.parquet: row 1"],
     }
     assert [row["reward_model"]["ground_truth"] for row in rows_of(Path("data/dapo17k/train.parquet"))] == ["1", "3"]
 
@@ -132,7 +132,7 @@ def test_questions_of_two_sources_with_equal_indices_stay_apart(here: Path, data
     dataset = resized("search-r1", train=files[0], test=files[1])
     made = prepare(dataset, find_sources(dataset, files, {}), Path("data/search-r1"))
     train, test = (made[Path(f"data/search-r1/{part}.parquet")] for part in ("train", "test"))
-    assert train.refused == {"the prompt does not ask in the words of Search-R1": ["train.parquet: row 2"]}
+    assert train.refused == {"the prompt does not use the wording of Search-R1": ["train.parquet: row 2"]}
     assert (len(train.exercises), len(test.exercises)) == (2, 1)
     for preset in sorted(path.name for path in CONFIGS.glob("*search*")):
         prompts = prompts_of(preset, "train")
@@ -168,7 +168,7 @@ def test_the_same_files_make_the_same_bytes_and_others_are_noticed(here: Path) -
     prepare(dataset, find_sources(dataset, files[::-1], {files[0]: sha256(files[0])}), out)
     assert [path.read_bytes() for path in made] == first
     write_file(files[1], GSM8K[1:2])
-    with pytest.raises(DataError, match=r"out/train\.parquet: was made from .*, and now it would be from "):
+    with pytest.raises(DataError, match=r"out/train\.parquet: was made from .*, but the new file would be made from "):
         prepare(dataset, find_sources(dataset, files, {}), out)
     assert [path.read_bytes() for path in made] == first
     assert sorted(path.name for path in out.iterdir()) == ["test.parquet", "train.parquet"]
@@ -181,7 +181,7 @@ def test_a_file_of_somebody_else_stays(content: str, here: Path) -> None:
     if content == "text":
         mine.write_text("mine")
     before = mine.read_bytes()
-    with pytest.raises(DataError, match=r"out/test\.parquet: is there, and not made by `mrl data`"):
+    with pytest.raises(DataError, match=r"out/test\.parquet: already exists, and was not made by `mrl data`"):
         prepare(dataset, find_sources(dataset, files, {}), Path("out"))
     assert [path.read_bytes() for path in Path("out").iterdir()] == [before]
 
@@ -191,7 +191,7 @@ def test_nothing_is_written_where_a_part_is_wrong(here: Path) -> None:
     dataset = resized("gsm8k", train=files[0], test=1_319)
     with pytest.raises(DataError, match="openai/gsm8k, test: 1 rows, not 1319") as caught:
         prepare(dataset, find_sources(dataset, files, {}), Path("out"))
-    assert "whole" in caught.value.fix
+    assert "complete" in caught.value.fix
     assert not Path("out").exists()
     Path("out").touch()
     with pytest.raises(DataError, match="out: cannot be written: File exists"):
@@ -202,16 +202,16 @@ def test_a_file_without_a_usable_row(here: Path) -> None:
     file = write_file(Path("train.jsonl"), [EMPTY_BOX] * 2)
     test = write_file(Path("test.jsonl"), MATH)
     dataset = resized("math", train=file, test=test)
-    with pytest.raises(DataError, match=r"train: 0 of 2 rows are left \(2: the solution's box is empty\)"):
+    with pytest.raises(DataError, match=r"train: 0 of 2 rows remain \(2: the solution's box is empty\)"):
         prepare(dataset, find_sources(dataset, [file, test], {}), Path("out"))
 
 
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (["given/train.jsonl"], "no file of test is given"),
-        (["given/train.jsonl", "given/other.jsonl"], r"given/other\.jsonl: which part is it\?"),
-        (["given/train.json"], r"given/train\.json: neither \.jsonl nor \.parquet"),
+        (["given/train.jsonl"], "no file for test is given"),
+        (["given/train.jsonl", "given/other.jsonl"], r"given/other\.jsonl: the name does not show the part"),
+        (["given/train.json"], r"given/train\.json: not a \.jsonl or \.parquet file"),
         (["given/train.jsonl", "given/test.jsonl"], r"given/test\.jsonl: cannot be opened: No such file or directory"),
     ],
 )
@@ -225,14 +225,14 @@ def test_a_hash_given_by_hand_is_held(here: Path) -> None:
     dataset, files = gsm8k_files()
     with pytest.raises(DataError, match=f"its sha256 is {sha256(files[1])}, not {'1' * 64}"):
         find_sources(dataset, files, {files[1]: "1" * 64})
-    with pytest.raises(DataError, match="there is a hash of elsewhere, which is not read"):
+    with pytest.raises(DataError, match="a hash is given for elsewhere, which is not read"):
         find_sources(dataset, files, {Path("elsewhere"): "1" * 64})
 
 
 def test_a_parquet_file_with_other_columns_or_broken_text_or_a_torn_one(here: Path) -> None:
     dataset, files = gsm8k_files("parquet")
     write_file(files[0], MATH)
-    with pytest.raises(DataError, match=r"given/train\.parquet: there is no column `question`"):
+    with pytest.raises(DataError, match=r"given/train\.parquet: the column `question` does not exist"):
         prepare(dataset, find_sources(dataset, files, {}), Path("out"))
     torn = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\x03\0\0\0"), pa.py_buffer(b"a\xffb")])
     pq.write_table(pa.table({"question": torn, "answer": ["#### 1"]}), files[0])

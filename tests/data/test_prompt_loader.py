@@ -85,10 +85,10 @@ def test_one_bad_row_more_than_allowed_stops(here: Path, loader_of: OpenLoader) 
     with pytest.raises(DataError) as caught:
         loader.next_batch()
     assert str(caught.value) == (
-        "2 bad rows, and data.max_bad_rows is 1; the last of them:\n"
+        "2 bad rows, but data.max_bad_rows is 1; the last ones:\n"
         "  - rows.jsonl:2: a row must be an object of columns, not a list\n"
         "  - rows.jsonl:3: column `prompt` must be a list of messages or text, not null\n"
-        "  fix: mend the rows, or raise data.max_bad_rows"
+        "  fix: correct the rows, or raise data.max_bad_rows"
     )
 
 
@@ -99,7 +99,7 @@ def test_nothing_left_after_dropping(here: Path, loader_of: OpenLoader) -> None:
     with pytest.raises(DataError) as caught:
         uids(loader, 1000)
     assert str(caught.value) == (
-        'source "long": none of the last 4 rows drawn is usable (4 prompts were too long)\n'
+        'source "long": none of the last 4 drawn rows is usable (4 prompts were too long)\n'
         "  fix: raise rollout.max_prompt_tokens, or remove the source"
     )
 
@@ -110,7 +110,7 @@ def test_fewer_prompts_than_a_step(here: Path, loader_of: OpenLoader) -> None:
         loader_of(train="rows.jsonl", prompts_per_step=3)
     assert str(caught.value) == (
         "2 prompts for batch.prompts_per_step=3: a step would hold the same prompt twice\n"
-        "  fix: add prompts, or batch.prompts_per_step=2"
+        "  fix: add prompts, or set batch.prompts_per_step=2"
     )
 
 
@@ -168,7 +168,7 @@ def test_other_rows_of_the_same_number_are_not_gone_on_with(here: Path, loader_o
     Path("rows.jsonl").rename("moved.jsonl")
     loader_of(train={"train": "moved.jsonl"}).load_state_dict(state)
     Path("moved.jsonl").write_bytes(jsonl(*rows[:-1], good_row(7)))
-    with pytest.raises(DataError, match=r"data\.train: the files of train hold other rows than when the run began"):
+    with pytest.raises(DataError, match=r"data\.train: the files of train have changed since the run began"):
         loader_of(train="moved.jsonl").load_state_dict(state)
     del state["contents"]  # of an older checkpoint
     loader_of(train="moved.jsonl").load_state_dict(state)

@@ -69,24 +69,24 @@ def test_countdown_brings_its_numbers() -> None:
         ("gsm8k", {**GSM8K[0], "answer": "####"}, "the solution has no answer after ####"),
         ("gsm8k", {**GSM8K[0], "question": None}, "column `question` must be a list of messages or text, not null"),
         ("gsm8k", {**GSM8K[0], "question": " "}, "column `question` is blank"),
-        ("gsm8k", {"question": "How many?"}, "there is no column `answer`"),
+        ("gsm8k", {"question": "How many?"}, "the column `answer` does not exist"),
         ("gsm8k", ["How many?", "#### 7"], "a row must be an object of columns, not a list"),
         ("math", EMPTY_BOX, "the solution's box is empty"),
-        ("math", {**MATH[0], "solution": "So it is 2."}, "the solution boxes no answer"),
-        ("math", {**MATH[0], "solution": "So $\\boxed{2"}, "the solution boxes no answer"),
-        ("math", {**MATH[0], "problem": "a\0b"}, "column `problem` holds the character NUL at position 1"),
+        ("math", {**MATH[0], "solution": "So it is 2."}, "the solution has no boxed answer"),
+        ("math", {**MATH[0], "solution": "So $\\boxed{2"}, "the solution has no boxed answer"),
+        ("math", {**MATH[0], "problem": "a\0b"}, "column `problem` contains the character NUL at position 1"),
         ("math", {**MATH[0], "type": 3}, "column `type` must be text, not the number 3"),
         (
             "search-r1",
             search_r1("who?"),
-            "column `reward_model.ground_truth.target` is an empty list: no answer would be right",
+            "column `reward_model.ground_truth.target` is an empty list, so no answer would be correct",
         ),
         ("search-r1", search_r1("who?", " "), "column `reward_model.ground_truth.target[0]` is blank"),
-        ("dapo17k", dapo("Find $n$.", "3", form="{}"), "the prompt does not ask for its answer in the published words"),
+        ("dapo17k", dapo("Find $n$.", "3", form="{}"), "the prompt does not use the published wording"),
         ("dapo17k", dapo("Find $n$.", " "), "column `reward_model.ground_truth` is blank"),
         ("dapo17k", dapo("Find $n$.", "3") | {"prompt": dapo("a", "")["prompt"] * 2}, "the prompt must be one message"),
         *[
-            ("countdown", row, "a row must have `nums`, two or more whole numbers, and `target`, one")
+            ("countdown", row, "a row must have `nums` with two or more whole numbers, and `target` with one")
             for row in (
                 {"target": 98, "nums": [98]},
                 {"target": 98, "nums": [44, 19.5]},

@@ -180,10 +180,10 @@ def test_no_problem_is_in_both_parts() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"swapped": 0.1}, "swapped is a share of the pairs, from 0 to 1, and was 0.1 of 0 pairs"),
-        ({"pairs": 1, "swapped": 1.1}, "swapped is a share of the pairs, from 0 to 1, and was 1.1 of 1 pairs"),
-        ({"pairs": 1, "mistakes": 0.5}, "mistakes are of answers, and swapped is of pairs"),
-        ({"pairs": -1}, "pairs are 0 or more for each problem, not -1"),
+        ({"swapped": 0.1}, "swapped must be a share of the pairs, from 0 to 1, not 0.1 of 0 pairs"),
+        ({"pairs": 1, "swapped": 1.1}, "swapped must be a share of the pairs, from 0 to 1, not 1.1 of 1 pairs"),
+        ({"pairs": 1, "mistakes": 0.5}, "pairs and mistakes exclude each other"),
+        ({"pairs": -1}, "pairs must be at least 0, not -1"),
     ],
 )
 def test_options_that_make_no_pairs(options: dict[str, Any], message: str) -> None:

@@ -62,7 +62,7 @@ def test_rows_depend_on_their_options_alone(dataset_of: OpenDataset) -> None:
         (source("leg_count"), 'reasoning_gym has no task "leg_count"\n  fix: did you mean "leg_counting"?'),
         (
             source("leg_counting", min_animal=3),
-            'reasoning_gym:leg_counting: there is no option "min_animal"\n  fix: did you mean "min_animals"?',
+            'reasoning_gym:leg_counting: unknown option "min_animal"\n  fix: did you mean "min_animals"?',
         ),
         (
             source("leg_counting", min_animals=0),

@@ -87,7 +87,7 @@ def test_what_looks_like_a_control_token_in_a_response_stays_text(path: str) -> 
 
 
 def test_a_prompt_with_its_control_tokens_is_refused(path: str) -> None:
-    with pytest.raises(BadRow, match=f'holds the control token "{END}"'):
+    with pytest.raises(BadRow, match=f'contains the control token "{END}"'):
         ResponseEncoder(path, DATA).encode([{"role": "user", "content": f"hi{END}"}], "ho", False)
 
 

@@ -68,7 +68,7 @@ def test_a_pattern_is_several_files_in_order(here: Path, dataset_of: OpenDataset
     assert dataset.sizes == {"lines": 3, "table": 1}
     assert batch_of(dataset, [3, 2, 1, 0])["ground_truth"].tolist() == ["3", "2", "1", "0"]
     Path("part-2.jsonl").write_bytes(b"{}\n")
-    with pytest.raises(DataError, match=r"^part-2.jsonl:1: there is no column `prompt`"):
+    with pytest.raises(DataError, match=r"^part-2.jsonl:1: the column `prompt` does not exist"):
         batch_of(dataset_of(train="part-*.jsonl"), [2])
 
 

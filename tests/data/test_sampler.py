@@ -116,12 +116,12 @@ def test_every_row_is_as_likely_in_every_place() -> None:
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        (sampler(seed=4), "seed was 3, now it is 4"),
-        (sampler(shuffle=False), "shuffle was True, now it is False"),
-        (sampler(WEIGHTS), "weights was {'math': 7, 'code': 3, 'one': 1}, now it is {'math': 5, 'code': 3, 'one': 2}"),
+        (sampler(seed=4), "seed was 3, but now is 4"),
+        (sampler(shuffle=False), "shuffle was True, but now is False"),
+        (sampler(WEIGHTS), "weights was {'math': 7, 'code': 3, 'one': 1}, but now is {'math': 5, 'code': 3, 'one': 2}"),
         (
             PromptSampler({"math": 8, "code": 3, "one": 1}, NO_WEIGHTS, seed=3, shuffle=True),
-            "sizes was {'math': 7, 'code': 3, 'one': 1}, now it is {'math': 8, 'code': 3, 'one': 1}",
+            "sizes was {'math': 7, 'code': 3, 'one': 1}, but now is {'math': 8, 'code': 3, 'one': 1}",
         ),
     ],
 )
@@ -129,7 +129,7 @@ def test_another_order_cannot_be_resumed(other: PromptSampler, what: str) -> Non
     with pytest.raises(DataError) as caught:
         other.load_state_dict(sampler().state_dict())
     assert str(caught.value) == (
-        f"the prompts cannot go on where they stopped: {what}\n"
+        f"cannot continue with the prompts: {what}\n"
         "  fix: resume with the same data section and files, or start a new run"
     )
 

@@ -51,7 +51,7 @@ def test_what_is_no_conversation_is_a_bad_row(wrong: Any) -> None:
 def test_a_conversation_ends_with_the_assistant() -> None:
     with pytest.raises(BadRow) as caught:
         parse({"talk": TALK[:3]})
-    assert str(caught.value) == "made: row 0: column `talk` must end with a message of the assistant, not of user"
+    assert str(caught.value) == "made: row 0: column `talk` must end with a message of role assistant, not user"
 
 
 def dataset_of(rows: list[Any], tokenizer: ChatTokenizer, here: Path, **batch: Any) -> RLHFDataset:
@@ -116,7 +116,7 @@ def test_conversations_of_a_parquet_file(tokenizer: ChatTokenizer, here: Path) -
 
 def test_a_source_without_answers_is_refused(tokenizer: ChatTokenizer, here: Path) -> None:
     rows = dataset_of([{"prompt": "1?"}], tokenizer, here)
-    with pytest.raises(BadRow, match="there is no column `answer`"):
+    with pytest.raises(BadRow, match="the column `answer` does not exist"):
         batch_of(rows, [0])
 
 

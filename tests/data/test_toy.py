@@ -119,7 +119,7 @@ def test_addition_of_smaller_numbers() -> None:
     parts = [{row["extra_info"]["index"] for row in addition(part, 49)} for part in ("train", "validation")]
     assert not parts[0] & parts[1]
     assert len(parts[0] | parts[1]) == 1600
-    with pytest.raises(DataError, match="the largest cannot be 100"):
+    with pytest.raises(DataError, match="largest must be 10 to 99, not 100"):
         addition(largest=100)
 
 
@@ -142,5 +142,5 @@ def test_a_careless_teacher() -> None:
     ]
     assert set(differences) == {0, 1}
     assert [rows[n] for n in (0, 999)] == [addition("train", 49, mistakes=0.6)[n] for n in (0, 999)]
-    with pytest.raises(DataError, match=r"from 0 to 1, and was 1\.5"):
+    with pytest.raises(DataError, match=r"from 0 to 1, not 1\.5"):
         addition(mistakes=1.5)

@@ -63,7 +63,7 @@ def test_pairs_are_of_a_right_and_each_wrong_answer_to_the_same_problem(tmp_path
     assert [(pair["prompt"], pair["chosen"], pair["rejected"]) for pair in policy_pairs(path, "train")] == wanted
     (of_validation,) = policy_pairs(path, "validation")
     assert (of_validation["prompt"], of_validation["rejected"]) == (ROWS[held]["prompt"], "5")
-    with pytest.raises(DataError, match="no problem has a right and a wrong answer"):
+    with pytest.raises(DataError, match="no problem has both a right and a wrong answer"):
         policy_pairs(sampled(tmp_path / "none", {never: ["1"]}), "train")
 
 
@@ -97,7 +97,7 @@ def test_an_answer_that_no_text_can_be_is_left_out_and_counted(tmp_path: Path) -
         prompts.next_batch()
     events.close()
     assert list(prompts.skips.bad_rows) == ["pairs/5"]
-    assert 'holds the control token "<|user|>"' in prompts.skips.bad_rows["pairs/5"]
+    assert 'contains the control token "<|user|>"' in prompts.skips.bad_rows["pairs/5"]
 
 
 @pytest.mark.parametrize(

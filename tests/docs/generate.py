@@ -192,7 +192,7 @@ def _sections(section: type, path: KeyPath, listed: dict[type, KeyPath]) -> Iter
             optional = " Default null." if key.default is None and not key.required else ""
             yield f"{' '.join(key.doc.split())}{optional}\n\n"
         if inner in listed:
-            yield f"Its keys are those of `{dotted(listed[inner])}`.\n"
+            yield f"Same keys as `{dotted(listed[inner])}`.\n"
             continue
         listed[inner] = where
         yield from _sections(inner, where, listed)

@@ -119,7 +119,7 @@ def test_a_run_whose_host_does_not_come_back_goes_on_with_the_one_that_is_left(m
         _await_second_step(run, "rollout", trains)
         both[1].kill_all()
         said = trains.result()
-    goes_on = "goes on with cluster.nodes=1 placement.pools.all=1 actor.parallel.pp=1: restart 2 of 2, from step 1"
+    goes_on = "continues with cluster.nodes=1 placement.pools.all=1 actor.parallel.pp=1: restart 2 of 2, from step 1"
     assert goes_on in said
     alone = _figures(metrics_alone(config))
     assert _figures(untimed(run)) == [pytest.approx(step, rel=1e-4) for step in alone], (

@@ -73,7 +73,7 @@ def test_workers_leave_when_the_first_node_has_failed_or_never_came(
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # this process goes on afterwards
     arguments = [str(attempt), "--config", "none", "--cpus", "1", "--interface", "lo", "--join-limit-s"]
     assert node.main([*arguments, "0.1"]) == 1
-    assert "the first node has started no Ray within 0.1 s" in capsys.readouterr().err
+    assert "Ray did not start on the first node within 0.1 s" in capsys.readouterr().err
     files.write_text(attempt / "exit_code", "2")
     assert node.main([*arguments, "60"]) == 1
 
@@ -83,7 +83,7 @@ def test_the_address_is_that_of_the_interface_and_never_a_loopback_by_accident()
     with pytest.raises(SetupError, match='the interface "nothere0" has no address') as caught:
         own_address("nothere0", "anything")
     assert "lo" in caught.value.fix
-    with pytest.raises(SetupError, match="localhost stands for 127"):
+    with pytest.raises(SetupError, match="localhost resolves to 127"):
         own_address(None, "localhost")
 
 
@@ -116,7 +116,7 @@ def test_a_ray_that_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     started = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: started(["sh", "-c", "exit 7"], **options))
     with (
-        pytest.raises(SetupError, match="Ray ended on this node, with status 7"),
+        pytest.raises(SetupError, match="Ray ended on this node with status 7"),
         node.ray_node("127.0.0.1", "here", []) as ray,
     ):
         ray.await_start(20)

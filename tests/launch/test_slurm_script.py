@@ -103,12 +103,12 @@ def test_gpus_are_left_out_where_devices_are_cpus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("time: 1:00:00", "a number to the base 60"),
+        ("time: 1:00:00", "a number in base 60"),
         ("partitoin: gpu", 'did you mean "partition"?'),
         ("sbatch: {constraint: two words}", "one word without quotes"),
         ("sbatch: {'-x': y}", "a long option of sbatch"),
-        ("environment: {HF_TOKEN: abc}", "a secret must not stand in a file"),
-        ("environment: {OTHER: hf_abcdefghijklmnopqrstuv}", "a secret must not stand in a file"),
+        ("environment: {HF_TOKEN: abc}", "a secret must not be written in a file"),
+        ("environment: {OTHER: hf_abcdefghijklmnopqrstuv}", "a secret must not be written in a file"),
         ("account: 'a; rm -rf x'", "one word without quotes"),
         ("container: {runtime: docker, image: x}", "docker"),
     ],
@@ -146,7 +146,7 @@ def test_the_configuration_that_travels_is_the_same_and_holds_no_secret(
     assert json.loads(text)["actor"]["optimizer"] == {"lr": 1e-6}
     written = ["reward.environment.JUDGE_API_KEY=very-secret-value"]
     with pytest.raises(
-        ConfigError, match=r"reward\.environment\.JUDGE_API_KEY: a secret would go into the files"
+        ConfigError, match=r"reward\.environment\.JUDGE_API_KEY: a secret would be written to the files"
     ) as it:
         pack(load_config(str(ROOT / "configs" / "laptop-dapo.yaml"), written), written)
     assert "very-secret-value" not in str(it.value)
@@ -235,13 +235,13 @@ def test_a_node_that_does_not_leave_holds_the_others_no_longer_than_a_minute(pla
     subprocess.run(["sbatch", "--parsable", str(script)], check=True, env=place.environment, stdout=subprocess.DEVNULL)
     place.wait_for(place.job() / "gone", 30)
     assert (place.job() / "ended").read_text() == "4\n"
-    assert "a node does not leave" in next(script.parent.glob("job-*.log")).read_text()
+    assert "a node did not exit" in next(script.parent.glob("job-*.log")).read_text()
 
 
 def test_sbatch_that_refuses_is_quoted(place: Place) -> None:
     (place.directory / "bin" / "sbatch").write_text("#!/bin/sh\necho 'error: invalid partition' >&2; exit 1\n")
     said = place.mrl("launch", "slurm", "run.yaml", "--submit", code=1)
-    assert "sbatch refuses: error: invalid partition" in said
+    assert "sbatch failed: error: invalid partition" in said
 
 
 @pytest.mark.parametrize("name", rendered())

@@ -108,7 +108,7 @@ def test_a_job_whose_node_never_comes_names_it_and_says_what_fits_without_it(sma
     assert (small.job() / "ended").read_text() == "1\n"
     said = (files / "latest" / "train.log").read_text()
     assert "1 of 2 nodes are not ready after 40 s: node2 has not joined" in said
-    assert "cluster.nodes=1 has 1 CPU slots for placement.pools; a search is about GPUs.\n" in said
+    assert "cluster.nodes=1 has 1 CPU slots for placement.pools; the search supports only GPUs.\n" in said
     assert (files / "latest" / "node2.log").read_text() == "no such image\n"
     assert not (small.directory / "runs" / "small").exists(), "the run itself has not begun"
     assert left_over(small.directory) == []
@@ -175,8 +175,8 @@ def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
             "launch", "ray", "small.yaml", *own, "--address", address, "--dry-run"
         )
         said = small.mrl("launch", "ray", "small.yaml", *own, "--address", address, "--verb", "check")
-        assert re.search(r"ok +rewards of data.train.sums: the right answers, written as .*, score 0\.\d", said), said
-        assert "ok    Ray: 1 nodes of 2 CPU slots or more" in said
+        assert re.search(r"ok +rewards of data.train.sums: the correct answers, written as .*, score 0\.\d", said), said
+        assert "ok    Ray: 1 nodes with 2 CPU slots or more" in said
         wrong = small.environment | {"RAY_AUTH_TOKEN_PATH": os.devnull}
         refused = subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", "job", "list", f"--address={address}"],

@@ -57,7 +57,7 @@ BROKEN: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         lambda _: None,
         "model.layers.0.self_attn.o_proj.weight: [0:8192, 0:8192] of [8192, 8192] is covered 0 times",
     ),
-    "a tensor left out": ("mlp.up_proj.weight", lambda _: None, "mlp.up_proj.weight is no tensor of this family"),
+    "a tensor left out": ("mlp.up_proj.weight", lambda _: None, "mlp.up_proj.weight is not a tensor of this family"),
     "a tensor too long": (
         "self_attn.k_proj.weight",
         lambda _: (1032, 8192),

@@ -139,7 +139,7 @@ def test_windows_of_qwen_are_taken_for_all_layers_or_none() -> None:
         (published.LLAMA_2_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, '"yarn" is not supported'),
         (published.LLAMA_2_7B, {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: is missing"),
         (published.LLAMA_2_7B, {"rope_parameters": {"full_attention": {}}}, "only one rotary embedding for all layers"),
-        (published.MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "a window of some layers"),
+        (published.MISTRAL_7B, {"layer_types": ["full_attention"] * 32}, "a window in some layers"),
         (published.QWEN25_05B, {"use_sliding_window": True, "max_window_layers": 20}, "windows in 4 of 24 layers"),
         (published.QWEN3_8B, {"attention_bias": True}, "attention_bias: True is not supported"),
         (published.QWEN3_235B, {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
@@ -160,7 +160,7 @@ def test_what_cannot_be_trained_exactly_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "holds no keys and values")]
+    ("content", "message"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "is not a JSON object")]
 )
 def test_a_directory_without_a_config_is_refused(tmp_path: Any, content: str | None, message: str) -> None:
     if content is not None:

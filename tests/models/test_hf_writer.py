@@ -131,7 +131,7 @@ def test_the_first_files_kept_their_type_under_another_key(tiny: Tiny, tmp_path:
 
 def test_an_existing_directory_is_left_alone(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(ModelError, match="exists already"):
+    with pytest.raises(ModelError, match="already exists"):
         write_from_ranks(tiny("llama"), tmp_path / "mine", "lm")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -171,7 +171,7 @@ def test_a_model_that_is_not_whole_never_appears(
 
     with pytest.raises(ModelError) as caught:
         write()
-    assert caught.value.what == f"not every weight came exactly once:\n  - {message}"
+    assert caught.value.what == f"not every weight was written exactly once:\n  - {message}"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -191,7 +191,10 @@ def test_an_error_while_writing_leaves_nothing(tiny: Tiny, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
-    [("model.norm", (64,), "is no tensor of this model"), ("model.norm.weight", (63,), r"a tensor of \[63\] came")],
+    [
+        ("model.norm", (64,), "is not a tensor of this model"),
+        ("model.norm.weight", (63,), r"received a tensor of shape \[63\]"),
+    ],
 )
 def test_what_does_not_belong_is_refused(
     tiny: Tiny, tmp_path: Path, name: str, shape: tuple[int, ...], message: str

@@ -64,7 +64,7 @@ def test_shapes_are_those_of_every_rank(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [
-        ("qwen3_moe", EngineSizes(4, 2), "ep 2 is neither 1 nor the engine's tp 4"),
+        ("qwen3_moe", EngineSizes(4, 2), "ep 2 is not 1 or the engine's tp 4"),
         ("llama", EngineSizes(2, 2), "the model has no experts"),
         ("llama", EngineSizes(3), "tp 3 does not divide 4 attention heads"),
         ("mixtral", EngineSizes(8, 8), "ep 8 does not divide 4 experts"),

@@ -125,7 +125,7 @@ def test_too_much_is_refused_perhaps_too_much_is_warned_of_and_the_change_that_i
     ):
         said = check_machine(config_of(), usable, taken)
         assert said.verdict == verdict
-        assert "most in the phase of the actor" in said.what
+        assert "highest in the phase of the actor" in said.what
         if verdict != "ok":
             assert "actor 3 x 1.6 GiB (at work " in said.what
             assert check_machine(config_of(*said.fix.split()), usable, taken).verdict == "ok", said.fix

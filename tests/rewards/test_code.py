@@ -179,18 +179,21 @@ def test_a_test_begins_anew_where_the_one_before_has_ended_the_process() -> None
 
 
 MALFORMED: dict[str, tuple[Any, str]] = {
-    "nothing": (None, "they have none of the known forms"),
-    "empty": ("", "there is none"),
-    "number": ("42", "they have none of the known forms"),
-    "no pairs": ({"inputs": [], "outputs": []}, "there is none"),
-    "one output less": ({"inputs": ["1", "2"], "outputs": ["1"]}, "they have none of the known forms"),
+    "nothing": (None, "they have no known form"),
+    "empty": ("", "there are no tests"),
+    "number": ("42", "they have no known form"),
+    "no pairs": ({"inputs": [], "outputs": []}, "there are no tests"),
+    "one output less": ({"inputs": ["1", "2"], "outputs": ["1"]}, "they have no known form"),
     "broken JSON": ('{"inputs": ["1"], "outp', "unterminated string literal"),
-    "not finite": ('{"fn_name": "f", "inputs": [[NaN]], "outputs": [1]}', "NaN is no JSON"),
-    "number as input": ({"inputs": [1], "outputs": ["1"]}, "1 is no text to read or print, and no fn_name"),
-    "odd name": ({"fn_name": "a.b()", "inputs": [[1]], "outputs": [1]}, "fn_name 'a.b()' names no function"),
-    "no arguments": ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "1 is no list of arguments"),
-    "no assert": ("import unittest\nclass Test(unittest.TestCase): ...\n", "there is none"),
-    "a call alone": (["assert add(1, 2) == 3", "add(1, 2)"], "test 1 asserts nothing"),
+    "not finite": ('{"fn_name": "f", "inputs": [[NaN]], "outputs": [1]}', "NaN is not JSON"),
+    "number as input": ({"inputs": [1], "outputs": ["1"]}, "1 is not a text to read or print, and there is no fn_name"),
+    "odd name": (
+        {"fn_name": "a.b()", "inputs": [[1]], "outputs": [1]},
+        "fn_name 'a.b()' is not the name of a function",
+    ),
+    "no arguments": ({"fn_name": "f", "inputs": [1], "outputs": [1]}, "1 is not a list of arguments"),
+    "no assert": ("import unittest\nclass Test(unittest.TestCase): ...\n", "there are no tests"),
+    "a call alone": (["assert add(1, 2) == 3", "add(1, 2)"], "test 1 has no assert"),
     "no Python": (["assert add(1"], "'(' was never closed"),
     "check without a name": ("def check(f):\n    assert f(1) == 2", "check(candidate) needs an entry_point"),
     "pair without output": ([{"input": "1", "output": "1"}, {"input": "2"}], "'output'"),
@@ -210,7 +213,7 @@ def test_tests_that_no_program_could_be_held_against(name: str) -> None:
     ("limits", "what"),
     [
         ({"tests_s": 1}, "unexpected keyword argument 'tests_s'"),
-        ({"test_s": 0}, "limits.test_s is 0, which is no number above 0"),
+        ({"test_s": 0}, "limits.test_s is 0, but must be a number above 0"),
         ({"memory_bytes": "1G"}, "limits.memory_bytes is '1G'"),
     ],
 )

@@ -171,7 +171,7 @@ def test_multiple_choice(response: str, truth: str, expected: tuple[int, int]) -
 def test_choices_have_the_letters_that_are_asked_for() -> None:
     assert multiple_choice(sample("(K)", "K"), letters="JKL") == {"score": 1.0, "found": 1.0, "answer": "K"}
     for truth in ("K", "Apple", None, "3"):
-        with pytest.raises(RewardError, match=r"row 0 .* begins with none of the letters ABCDEFGHIJ"):
+        with pytest.raises(RewardError, match=r"row 0 .* does not begin with one of the letters ABCDEFGHIJ"):
             multiple_choice(sample("(A)", truth))
 
 
@@ -275,7 +275,7 @@ def test_answers_that_are_none(truth: Any) -> None:
     with pytest.raises(RewardError) as caught:
         f1(sample("x", truth))
     assert str(caught.value) == (
-        f"row 0 (uid u, source test): the ground truth {truth!r} is neither a text nor a list of texts"
+        f"row 0 (uid u, source test): the ground truth {truth!r} is not a text or a list of texts"
     )
 
 
@@ -333,5 +333,5 @@ def test_a_worker_is_light() -> None:
 @pytest.mark.parametrize("function", [math, gsm8k, dapo, countdown, multiple_choice])
 def test_a_function_of_one_answer_refuses_several(function: Any) -> None:
     several = sample("<answer>4</answer> #### 4, so (B)", ["4", "B"])
-    with pytest.raises(RewardError, match=r"one text or number for this function, not \['4', 'B'\]"):
+    with pytest.raises(RewardError, match=r"one text or number as the ground truth, not \['4', 'B'\]"):
         function(dataclasses.replace(several, extra_info={"numbers": [4]}))

@@ -62,7 +62,7 @@ def test_samples_of_a_group_come_in_the_order_of_their_rows(bench: Bench) -> Non
         ("one number", "bad_result", "place: the result is of type float, not a list of 3 results"),
         ("one is nan", "bad_result", "place: the result is nan, not a finite number"),
         ("None", "bad_result", "place: the result is of type NoneType, not a list of 3 results"),
-        ("os._exit 3", "crashed", "its process left with status 3"),
+        ("os._exit 3", "crashed", "its process exited with status 3"),
         ("sleep for ever", "timeout", "no answer within 0.5 s"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_group_that_is_too_large_is_named(bench: Bench, monkeypatch: pytest.Mo
     size = sum(len(sample.to_json()) + 1 for sample in samples) + 1
     manager = groups_of(bench)
     monkeypatch.setattr(sample_module, "MAX_SAMPLE_BYTES", size - 1)
-    with pytest.raises(RewardError, match=rf"uid a, .*: the samples have {size} bytes together; at most {size - 1}"):
+    with pytest.raises(RewardError, match=rf"uid a, .*: the samples have {size} bytes in total; at most {size - 1}"):
         manager.score(samples)
 
 

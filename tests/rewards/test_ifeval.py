@@ -130,11 +130,11 @@ def test_all_or_a_share_of_them() -> None:
             'no check for the instruction "language:response_language"',
         ),
         (["punctuation:no_coma"], [{}], 'did you mean "punctuation:no_comma"?'),
-        (["keywords:existence"], [{}], "the kwargs of \"keywords:existence\" do not fit: KeyError('keywords')"),
+        (["keywords:existence"], [{}], "the kwargs of \"keywords:existence\" are invalid: KeyError('keywords')"),
         (
             ["length_constraints:number_words"],
             [{"num_words": 3, "relation": "about"}],
-            'do not fit: ValueError(\'"about" is neither "less than" nor "at least"\')',
+            'are invalid: ValueError(\'"about" is not "less than" or "at least"\')',
         ),
         (["punctuation:no_comma"], [], "no lists `instruction_id_list` and `kwargs` of the same length"),
         ([], [], "no lists `instruction_id_list` and `kwargs` of the same length"),

@@ -170,7 +170,7 @@ def test_the_judge_is_asked_as_the_template_says(server: Any, tmp_path: Path) ->
     services._template.cache_clear()
     with pytest.raises(RewardError, match=r"judge\.txt: the template has no \{response\}"):
         asyncio.run(judge(sample, service(server), str(file)))
-    with pytest.raises(RewardError, match="is no file that can be read"):
+    with pytest.raises(RewardError, match="is not a readable file"):
         asyncio.run(judge(sample, service(server), str(tmp_path / "absent.txt")))
 
 
@@ -195,9 +195,9 @@ def test_verdicts(server: Any, answer: str, verdict: dict[str, Any], expected: f
         ("say Score: 11", {}, "the verdict 11 is not between 0 and 10"),
         ("say Score: x", {"pattern": r"Score: (\w)"}, "the verdict 'x' is not a number"),
         ("say Score: nan", {"pattern": r"Score: (\w+)"}, "the verdict nan is not between 0 and 10"),
-        ("say [[C]]", {"pattern": r"\[\[(\w)\]\]", "values": {"A": 1}}, "the verdict 'C' is none of A"),
-        ("do nothing", {}, "the judge's answer is no chat completion: KeyError('choices')"),
-        ("do silent", {}, "the judge wrote no text: its message holds None"),
+        ("say [[C]]", {"pattern": r"\[\[(\w)\]\]", "values": {"A": 1}}, "the verdict 'C' is not one of A"),
+        ("do nothing", {}, "the judge's answer is not a chat completion: KeyError('choices')"),
+        ("do silent", {}, "the judge wrote no text: its message contains None"),
     ],
 )
 def test_what_is_no_verdict_is_a_failure(server: Any, answer: str, verdict: dict[str, Any], said: str) -> None:

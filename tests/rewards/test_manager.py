@@ -34,14 +34,14 @@ def test_a_second_attempt(bench: Bench, tmp_path: Path) -> None:
     assert isinstance(once, Score)
     assert isinstance(always, Failure)
     assert always.attempts == 2
-    left = "crashed: its process left with status"
+    left = "crashed: its process exited with status"
     retried = {(event.what, event.attempt, event.reason) for event in bench.events() if isinstance(event, Retried)}
     assert retried == {
         ("reward of row 0 (uid u0, source unit/test)", 2, f"{left} 1"),
         ("reward of row 1 (uid u1, source unit/test)", 2, f"{left} 0"),
     }
     (skipped,) = (event for event in bench.events() if isinstance(event, SampleSkipped))
-    assert skipped == SampleSkipped(1, "reward crashed", "its process left with status 0")
+    assert skipped == SampleSkipped(1, "reward crashed", "its process exited with status 0")
 
 
 def test_stop_at_the_first_failure(bench: Bench) -> None:
@@ -49,9 +49,9 @@ def test_stop_at_the_first_failure(bench: Bench) -> None:
     with pytest.raises(RewardError) as caught:
         manager.score([make_sample(row_id=1), make_sample("None", 2), make_sample(row_id=3)])
     assert str(caught.value) == (
-        "reward: no reward for row 2 (uid u2, source unit/test): bad_result: f0: the result is None; is a `return` "
-        "missing?, 2 attempts; response 'forty-two'\n"
-        "  fix: mend the reward function, or reward.on_failure=drop to go on without such samples"
+        "reward: no reward for row 2 (uid u2, source unit/test): bad_result: f0: the result is None; a `return` "
+        "may be missing, 2 attempts; response 'forty-two'\n"
+        "  fix: correct the reward function, or set reward.on_failure=drop to continue without such samples"
     )
 
 
@@ -64,10 +64,10 @@ def test_too_many_failures_stop_the_run_with_examples(bench: Bench) -> None:
         "reward: 3 of 10 samples have no reward (1 crashed, 2 bad_result); at most 20 % may fail\n"
         "  row 1 (uid u1, source unit/test): bad_result: f0: the result is nan, not a finite number; "
         "response 'forty-two'\n"
-        "  row 2 (uid u2, source unit/test): crashed: its process left with status 0; response 'forty-two'\n"
-        "  row 4 (uid u4, source unit/test): bad_result: f0: the result is None; is a `return` missing?; "
+        "  row 2 (uid u2, source unit/test): crashed: its process exited with status 0; response 'forty-two'\n"
+        "  row 4 (uid u4, source unit/test): bad_result: f0: the result is None; a `return` may be missing; "
         "response 'forty-two'\n"
-        "  fix: mend the reward function, or raise reward.max_failed_share"
+        "  fix: correct the reward function, or raise reward.max_failed_share"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_batch_that_cannot_be_saved_stops_early(bench: Bench) -> None:
 def test_samples_may_come_one_by_one(bench: Bench) -> None:
     manager = bench.manager()
     first = manager.submit(make_sample(row_id=4))
-    with pytest.raises(RewardError, match="1 submitted samples are not done"):
+    with pytest.raises(RewardError, match="1 submitted samples are not finished"):
         manager.score([make_sample()])
     second = manager.submit(make_sample("nan"))
     done: dict[int, Any] = manager.drain()
@@ -181,7 +181,7 @@ def test_samples_are_plain_data(bench: Bench, field: str, value: object, said: s
     assert str(caught.value).splitlines() == [
         f"row 7 (uid u7, source unit/test): the sample is not plain data: {said}"
         + (": nan" if said.startswith("Out") and ": nan" in str(caught.value) else ""),
-        "  fix: ground_truth and extra_info hold text, finite numbers, lists and dictionaries only",
+        "  fix: use only text, finite numbers, lists and dictionaries in ground_truth and extra_info",
     ]
 
 
@@ -208,7 +208,7 @@ def test_an_extra_that_is_missing(bench: Bench) -> None:
     with pytest.raises(RewardError) as caught:
         bench.manager("math_verify")
     assert str(caught.value) == (
-        "reward.functions.f0: math_verify cannot be loaded: it needs math_verify, which is not installed\n"
+        "reward.functions.f0: math_verify cannot be loaded: math_verify is required but not installed\n"
         '  fix: pip install "mrl[math]"'
     )
 
@@ -234,7 +234,7 @@ def test_options_are_tried_before_the_first_sample(bench: Bench) -> None:
 def test_an_import_that_does_not_end(bench: Bench) -> None:
     with pytest.raises(RewardError) as caught:
         bench.manager("tests.rewards.slow_import:score", num_workers=1, start_limit_s=0.3)
-    assert str(caught.value) == ("no reward worker can be started, 3 in a row failed: it was not ready within 0.3 s")
+    assert str(caught.value) == ("no reward worker can start; 3 in a row failed: it was not ready within 0.3 s")
 
 
 def test_a_supervisor_that_is_gone(bench: Bench) -> None:
@@ -245,15 +245,15 @@ def test_a_supervisor_that_is_gone(bench: Bench) -> None:
     with pytest.raises(RewardError) as caught:
         manager.drain()
     assert str(caught.value) == (
-        f"reward: the supervisor of the reward workers (pid {supervisor}) left with status -9\n"
-        "  fix: its last words are on the run's standard error"
+        f"reward: the supervisor of the reward workers (pid {supervisor}) exited with status -9\n"
+        "  fix: see its last output on the run's standard error"
     )
 
 
 def test_a_closed_manager_says_so(bench: Bench) -> None:
     manager = bench.manager()
     manager.close()
-    with pytest.raises(RewardError, match="the reward workers were ended already"):
+    with pytest.raises(RewardError, match="the reward workers have already ended"):
         manager.score([make_sample()])
 
 
@@ -272,7 +272,7 @@ def test_an_answer_that_was_forged_is_a_crash(forged: bytes) -> None:
     (outcome,) = read_reply(forged, 1)
     assert isinstance(outcome, Failure)
     assert outcome.kind == "crashed"
-    assert outcome.detail.startswith("its answer cannot be read: ")
+    assert outcome.detail.startswith("the reply of its worker cannot be read: ")
 
 
 def test_the_hostile_module_is_the_one_that_workers_see() -> None:

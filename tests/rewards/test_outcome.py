@@ -112,7 +112,7 @@ def test_a_score_is_read_as_it_was_told() -> None:
     assert read_reply(body, 1, 2) == [Score(2.0, parts, 0.25), Score(3.0, parts, 0.25)]
     (wrong,) = read_reply(body, 1)
     assert isinstance(wrong, Failure)
-    assert wrong.detail == "its answer cannot be read: ValueError('2 scores of 1 samples')"
+    assert wrong.detail == "the reply of its worker cannot be read: ValueError('2 scores of 1 samples')"
 
 
 def test_outcomes_add_up_unless_one_is_a_failure() -> None:
@@ -179,7 +179,7 @@ def test_the_end_of_a_process_in_words() -> None:
     assert describe_status(int(signal.SIGKILL)) == killed
     assert describe_status(int(signal.SIGTERM)) == "its process was ended by signal 15 (Terminated)"
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 7"], {})
-    assert describe_status(os.waitpid(pid, 0)[1]) == "its process left with status 7"
+    assert describe_status(os.waitpid(pid, 0)[1]) == "its process exited with status 7"
 
 
 def test_figures_stand_for_their_own_source() -> None:

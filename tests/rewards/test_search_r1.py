@@ -94,5 +94,5 @@ def test_exact_match_reads_no_answer_out_of_prompt_or_documents() -> None:
 
 @pytest.mark.parametrize("truth", [{"target": []}, {"targets": ["a"]}, {"target": {"a": 1}}])
 def test_a_ground_truth_that_is_none_is_an_error(truth: Any) -> None:
-    with pytest.raises(RewardError, match="neither a text nor a list of texts"):
+    with pytest.raises(RewardError, match="not a text or a list of texts"):
         exact_match(sample("a", truth=truth), tag="answer")

@@ -33,7 +33,7 @@ def test_they_wait_together(bench: Bench) -> None:
         ("stubborn", "timeout", "no answer within 1.5 s"),
         ("block", "timeout", "no answer within 1.5 s"),
         ("within", "timeout", "no answer within 1.5 s"),
-        ("die", "crashed", "its process left with status 3"),
+        ("die", "crashed", "its process exited with status 3"),
     ],
 )
 def test_who_goes_wrong_fails_alone(bench: Bench, do: str, kind: str, said: str) -> None:
@@ -50,7 +50,7 @@ def test_who_goes_wrong_fails_alone(bench: Bench, do: str, kind: str, said: str)
     assert bool(retried) == costs_its_worker
     workers = {int(outcome.parts["f0/pid"]) for outcome in outcomes if isinstance(outcome, Score)}
     assert costs_its_worker or workers <= bench.processes(), "who waits for ever leaves its worker to the others"
-    assert all("side by side with another" in event.reason for event in retried)
+    assert all("next to another sample" in event.reason for event in retried)
 
 
 def test_a_worker_makes_room_for_a_fresh_one_with_nothing_in_hand(bench: Bench) -> None:

@@ -50,7 +50,7 @@ def test_a_source_that_no_function_with_a_weight_scores_stops_the_run(bench: Ben
     assert str(caught.value) == (
         'row 3 (uid u3, source code): no function with a weight scores the data source "code" '
         "(sums scores gsm8k; math scores math/*, aime; seen scores everything)\n"
-        "  fix: add it to reward.functions.NAME.sources, or a function without sources"
+        "  fix: add it to reward.functions.NAME.sources, or use a function without sources"
     )
 
 

@@ -129,7 +129,7 @@ def test_starts_that_fail_count_in_a_row_only(bench: Bench, tmp_path: Path) -> N
     manager = flaky(bench, tmp_path, "1,2,4,5")
     (left,) = manager.score([make_sample("leave")])
     assert isinstance(left, Failure)
-    assert left.detail == "its process left with status 3"
+    assert left.detail == "its process exited with status 3"
     (good,) = manager.score([make_sample()])
     assert isinstance(good, Score)
     assert len((tmp_path / "tries").read_text()) == 6, "two that failed, one that left, two that failed, one that is"
@@ -138,10 +138,10 @@ def test_starts_that_fail_count_in_a_row_only(bench: Bench, tmp_path: Path) -> N
 def test_three_starts_in_a_row_that_fail_end_the_run(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(RewardError) as caught:
         flaky(bench, tmp_path, "1,2,3")
-    assert str(caught.value) == ("no reward worker can be started, 3 in a row failed: its process left with status 9")
+    assert str(caught.value) == ("no reward worker can start; 3 in a row failed: its process exited with status 9")
     assert len((tmp_path / "tries").read_text()) == 3
     manager = flaky(bench, tmp_path, "2,3,4")
-    with pytest.raises(RewardError, match="no reward worker can be started, 3 in a row failed"):
+    with pytest.raises(RewardError, match="no reward worker can start; 3 in a row failed"):
         manager.score([make_sample("leave"), make_sample()])
 
 
@@ -216,8 +216,8 @@ def test_a_supervisor_that_is_stopped_is_not_waited_for(bench: Bench, monkeypatc
         manager.score([make_sample()])
     woken.cancel()
     assert str(caught.value) == (
-        f"reward: the supervisor of the reward workers (pid {supervisor}) is silent for 0.4 s\n"
-        "  fix: was it stopped, or is the machine out of memory?"
+        f"reward: the supervisor of the reward workers (pid {supervisor}) has been silent for 0.4 s\n"
+        "  fix: check whether it was stopped, or the machine is out of memory"
     )
     begin = time.monotonic()
     manager.close()

@@ -140,7 +140,7 @@ HEAD, NORM = "lm_head.weight", "model.norm.weight"
 SOURCE = "data.train={sums: null, mine: {dataset: rows.jsonl, columns: {ability: null, extra_info: null}}}"
 REWARD_MODEL = ["reward_model={path: scorer, max_tokens_per_device: 64}", "placement.roles.reward_model=all"]
 CASES: dict[str, tuple[Break, list[str], str]] = {
-    "no model directory": (remove("model"), [], 'model, and "model" is no name on the hub'),
+    "no model directory": (remove("model"), [], 'model is not a directory, and "model" is not a name on the hub'),
     "no config.json": (remove("model/config.json"), [], "model/config.json"),
     "config.json is no JSON": (write("model/config.json", "{"), [], "is not JSON"),
     "another family": (json_with("model/config.json", model_type="gpt2"), [], "gpt2"),
@@ -193,7 +193,7 @@ CASES: dict[str, tuple[Break, list[str], str]] = {
     ),
     "run.dir under a file": (write("runs", ""), [], "runs"),
     "run.dir that leads nowhere": (link_to_nowhere, [], "runs"),
-    "something else in the run directory": (write("runs/small/thesis.txt", "x"), [], "holds something already"),
+    "something else in the run directory": (write("runs/small/thesis.txt", "x"), [], "this directory is not empty"),
     "a checkpoint without a manifest": (write("runs/small/checkpoints/step-000003/x", ""), [], REACHED),
     "an unwritable place": (nothing, ["run.dir=/proc/mine"], "/proc"),
 }

@@ -172,7 +172,7 @@ def test_another_chat_template_is_warned_of(tmp_path: Path) -> None:
     (scorer / "chat_template.jinja").write_text("{{ messages[0].content }}")
     ((role, warning),) = check_reward_models(config, tokenizer)
     assert role == "reward_model"
-    assert warning.startswith(f"the chat template of {scorer} is not the policy's")
+    assert warning.startswith(f"{scorer} has another chat template than the policy")
 
 
 @pytest.mark.parametrize(("known", "refused"), [(261, True), (262, False), (263, False)])

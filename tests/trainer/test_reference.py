@@ -389,7 +389,7 @@ def test_other_rows_are_refused(lab: PairLab) -> None:
     trained(lab, steps=3)
     path = lab.directory / "a.jsonl"
     path.write_text(path.read_text().replace('"no"', '"nO"'))
-    with pytest.raises(DataError, match="the files of a hold other rows than when the run began"):
+    with pytest.raises(DataError, match="the files of a have changed since the run began"):
         trained(lab, steps=4)
 
 

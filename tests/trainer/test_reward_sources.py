@@ -57,7 +57,7 @@ def test_a_source_in_one_row_that_nothing_scores_is_an_error(tmp_path: Path, kin
         list(check_reward_sources(config_of(tmp_path, ["gsm8k"], ["math/*"], mixed=file)))
     assert str(caught.value) == (
         'data.train.mixed: no function with a weight scores the data source "code" (f0 scores gsm8k; f1 scores math/*)'
-        "\n  fix: add it to reward.functions.NAME.sources, or a function without sources"
+        "\n  fix: add it to reward.functions.NAME.sources, or use a function without sources"
     )
     assert not list(check_reward_sources(config_of(tmp_path, ["gsm8k"], ["math/*", "code"], mixed=file)))
 

@@ -403,7 +403,7 @@ def test_whether_a_directory_may_go_on_is_the_configurations(tmp_path: Path, mon
     with open_run(resolved(config), Screen([])):
         pass
     never = replace(config, training=replace(config.training, resume="never"))
-    with pytest.raises(ConfigError, match="holds something already"), open_run(resolved(never), Screen([])):
+    with pytest.raises(ConfigError, match="this directory is not empty"), open_run(resolved(never), Screen([])):
         pass
 
 

@@ -91,7 +91,7 @@ def test_a_teacher_of_another_template_is_warned_of(tmp_path: Path) -> None:
     assert config.teacher is not None
     Path(config.teacher.path, "chat_template.jinja").write_text("{{ messages[0].content }}")
     (warning,) = check_teacher(config, load_tokenizer(config.model.path))
-    assert warning.startswith(f"the chat template of {config.teacher.path} is not the policy's")
+    assert warning.startswith(f"{config.teacher.path} has another chat template than the policy")
 
 
 def test_the_share_of_what_is_earned() -> None:

@@ -132,8 +132,8 @@ def test_ranks_are_what_the_configuration_says_unless_told_otherwise(
     assert (on_device, settings.dtype) == (device, dtype)
     said = capsys.readouterr().out
     assert f" in {dtype}: from transformers 0.0e+00 (at most 2.0e-05); from one rank: " in said
-    assert ("which shows nothing of NCCL, of Transformer Engine" in said) is not shows_all
-    assert ("nor of bfloat16" in said) is (not shows_all and dtype == "float32")
+    assert ("checked with gloo on the CPU, without NCCL, Transformer Engine" in said) is not shows_all
+    assert ("or bfloat16" in said) is (not shows_all and dtype == "float32")
 
 
 def test_a_wrong_layout_has_an_exit_code(measured: mock.Mock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,17 +147,23 @@ def test_a_wrong_layout_has_an_exit_code(measured: mock.Mock, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "64 GPUs, one for each rank, and this machine has 8; a smaller pp shows the same, or --device=cpu,"),
+        (
+            [],
+            "64 GPUs, one for each rank, but this machine has 8; use a smaller pp, which checks the same, or --device=",
+        ),
         (
             ["actor.parallel={tp: 8, pp: 1, vpp: 1}"],
-            "16 GPUs, one for each rank, and this machine has 8; --device=cpu,",
+            "16 GPUs, one for each rank, but this machine has 8; --device=cpu,",
         ),
-        (["--device=cpu"], "64 processes, and --max-ranks=16; a smaller pp shows the same, or --max-ranks=64"),
+        (
+            ["--device=cpu"],
+            "64 processes, but --max-ranks is 16; use a smaller pp, which checks the same, or --max-ranks=64",
+        ),
     ],
 )
 def test_a_layout_that_is_too_large_starts_nothing(
     measured: mock.Mock, capsys: pytest.CaptureFixture[str], options: list[str], said: str
 ) -> None:
     assert main(["verify", "layout", ON_64_GPUS, "--role=actor", *options]) == 2
-    assert f"actor: not measured: this layout takes {said}" in capsys.readouterr().out
+    assert f"actor: not checked: this layout needs {said}" in capsys.readouterr().out
     measured.assert_not_called()

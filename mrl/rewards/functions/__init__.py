@@ -1,5 +1,5 @@
-"""The built-in reward functions, by what they judge; `mrl.config.reward.BUILT_IN` says where each is.
+"""The built-in reward functions, grouped by what they judge; `mrl.config.reward.BUILT_IN` maps names to locations.
 
-Sample in, number out, or numbers by name, and the `answer` that was judged, as text. The docstring of a function is its
-rule. They run in worker processes only.
+A function takes a sample and returns a number, or numbers by name with the judged `answer` as text. Its docstring is
+its rule. Functions run only in worker processes.
 """

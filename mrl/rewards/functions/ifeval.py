@@ -1,4 +1,4 @@
-"""Instructions that a program can check, as the IFEval data set has them."""
+"""Instructions that a program can check, as in the IFEval data set."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from mrl.rewards.sample import Sample
 
 
 def ifeval(sample: Sample, share: bool = False) -> dict[str, float]:
-    """1 where the response follows every instruction, else 0; with `share`, the share of those that it follows.
+    """Score 1 if the response follows every instruction, else 0; with `share`, the share of instructions that it
+    follows.
 
-    `extra_info` has `instruction_id_list` and `kwargs`, one dictionary for each, as the published rows. The checks are
-    the strict ones; sentences are counted by their full stops, question and exclamation marks. `followed` is the share.
+    `extra_info` contains `instruction_id_list` and `kwargs`, with one dictionary per instruction, as in the published
+    rows. The checks are the strict ones; sentences are counted by full stops, question marks and exclamation marks.
+    `followed` is the share.
     """
     names, settings = sample.extra_info.get("instruction_id_list"), sample.extra_info.get("kwargs")
     if not isinstance(names, list) or not isinstance(settings, list) or not 0 < len(names) == len(settings):
         what = "extra_info has no lists `instruction_id_list` and `kwargs` of the same length"
         raise RewardError(what, where=sample.name)
-    followed = [_follows(sample, name, given or {}) for name, given in zip(names, settings, strict=True)]
+    followed = [_follows(sample, name, arguments or {}) for name, arguments in zip(names, settings, strict=True)]
     part = sum(followed) / len(followed)
     return {"score": part if share else float(all(followed)), "followed": part}
 
@@ -32,14 +34,14 @@ def _follows(sample: Sample, name: str, settings: Mapping[str, Any]) -> bool:
     try:
         return bool(sample.response.strip()) and _CHECKS[name](sample.response, settings)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        what = f'the kwargs of "{name}" do not fit: {error!r:.100}'
+        what = f'the kwargs of "{name}" are invalid: {error!r:.100}'
         raise RewardError(what, where=sample.name) from error
 
 
-def _compares(number: int, relation: str, wanted: int) -> bool:
+def _compares(number: int, relation: str, limit: int) -> bool:
     if relation not in ("less than", "at least"):
-        raise ValueError(f'"{relation}" is neither "less than" nor "at least"')
-    return number < wanted if relation == "less than" else number >= wanted
+        raise ValueError(f'"{relation}" is not "less than" or "at least"')
+    return number < limit if relation == "less than" else number >= limit
 
 
 def _words(text: str) -> list[str]:
@@ -47,27 +49,28 @@ def _words(text: str) -> list[str]:
 
 
 def _has(text: str, phrase: str, boundary: str = "") -> int:
-    """Return how often a phrase occurs, in any case."""
+    """Return how often a phrase occurs, ignoring case."""
     return len(re.findall(rf"{boundary}{re.escape(phrase)}{boundary}", text, re.IGNORECASE))
 
 
 def _parts(text: str, divider: str) -> list[str]:
-    """Return what dividers part; nothing where anything but the ends is blank, which no count of parts fits."""
+    """Return the parts between dividers. Return nothing if any part except the first or last is blank, so that no count
+    matches."""
     parts = [part.strip() for part in text.split(divider)]
     parts = parts[not parts[0] : len(parts) - (not parts[-1])]
     return parts if all(parts) else []
 
 
-def _nth_paragraph(text: str, given: Mapping[str, Any]) -> bool:
+def _nth_paragraph(text: str, arguments: Mapping[str, Any]) -> bool:
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
-    if len(paragraphs) != given["num_paragraphs"] or given["nth_paragraph"] > len(paragraphs):
+    if len(paragraphs) != arguments["num_paragraphs"] or arguments["nth_paragraph"] > len(paragraphs):
         return False
-    first = re.match(r"['\"]*([^\s.,?!'\"]*)", paragraphs[given["nth_paragraph"] - 1])
-    return first is not None and first[1].lower() == str(given["first_word"]).lower()
+    first = re.match(r"['\"]*([^\s.,?!'\"]*)", paragraphs[arguments["nth_paragraph"] - 1])
+    return first is not None and first[1].lower() == str(arguments["first_word"]).lower()
 
 
-def _postscript(text: str, given: Mapping[str, Any]) -> bool:
-    marker = str(given["postscript_marker"])
+def _postscript(text: str, arguments: Mapping[str, Any]) -> bool:
+    marker = str(arguments["postscript_marker"])
     spaced = r"\s?".join(re.escape(letter) for letter in marker.rstrip(".") if letter != " ")
     return re.search(spaced, text, re.IGNORECASE) is not None
 
@@ -135,4 +138,5 @@ _CHECKS: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     ),
     "startend:quotation": lambda text, given: re.fullmatch(r'\s*".*"\s*', text, re.DOTALL) is not None,
 }
-"""What each instruction asks of a text; `language:response_language` has none, for it needs a model of languages."""
+"""Check of each instruction. `language:response_language` has none, because it needs a language identification
+model."""

@@ -1,6 +1,6 @@
-"""Mathematics and numbers: where a response has its answer, and when that is right.
+"""Mathematics and numbers: finding the answer in a response, and judging it.
 
-When two answers are the same is `mrl.rewards.math_answer`'s matter, but where a benchmark has rules of its own.
+`mrl.rewards.math_answer` decides whether two answers are equal, unless a benchmark has its own rules.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from mrl.rewards.sample import Sample
 
 
 def gsm8k(sample: Sample, last_number: bool = False) -> dict[str, float | str]:
-    """1 where the number after the last `####` of the response equals the ground truth's, else 0.
+    """Score 1 if the number after the last `####` of the response equals the ground truth's, else 0.
 
-    With `last_number` a response without `####` is judged by the last number in it. The ground truth may be the
-    whole solution of the data set, with its own `####`. `found` says whether there was an answer to judge.
+    With `last_number`, a response without `####` is judged by the last number in it. The ground truth may be the whole
+    solution of the data set, with its own `####`. `found` is 1 if there was an answer to judge.
     """
     answer = after_hashes(sample.response)
     if answer is None and last_number:
-        found = re.findall(ANY_NUMBER, sample.response)
-        answer = found[-1] if found else None
+        numbers = re.findall(ANY_NUMBER, sample.response)
+        answer = numbers[-1] if numbers else None
     return judged(answer, after_hashes(sample.truth_text) or sample.truth_text)
 
 
 def math(sample: Sample) -> dict[str, float | str]:
-    """1 where the answer in the last `\\boxed{...}` is the ground truth after normalization, else 0.
+    """Score 1 if the answer in the last `\\boxed{...}` equals the ground truth after normalization, else 0.
 
-    Without a box, what stands after the last `####` is the answer. Numbers are compared exactly as fractions;
-    anything else as normalized text. The ground truth may be boxed too. `found` says whether there was an answer.
+    Without a box, the answer is the text after the last `####`. Numbers are compared exactly as fractions, everything
+    else as normalized text. The ground truth may be boxed too. `found` is 1 if there was an answer.
     """
     answer = last_boxed(sample.response) or after_hashes(sample.response)
     return judged(answer, last_boxed(sample.truth_text) or sample.truth_text)
@@ -47,9 +47,10 @@ def judged(answer: str | None, truth: str, same: Callable[[str, str], bool] = sa
 
 
 def digits(sample: Sample, partial: float = 0.5) -> dict[str, float | str]:
-    """1 for the right number; else `partial` times the share of its digits that stand at their places from the right.
+    """Score 1 for the right number; otherwise `partial` times the share of its digits that are correct, aligned at the
+    right.
 
-    The response must be the number and nothing else; one that has too many digits gets nothing.
+    The response must be only the number. A response with too many digits scores 0.
     """
     answer = sample.response.strip()
     best = max(_share_right(answer, truth.strip(), partial) for truth in sample.accepted_answers)
@@ -75,10 +76,11 @@ _MAX_CHARACTERS = 200
 
 
 def countdown(sample: Sample, partial: float = 0.1) -> dict[str, float | str]:
-    """1 where the last `<answer>...</answer>` uses each of `extra_info.numbers` once and has the ground truth's value.
+    """Score 1 if the last `<answer>...</answer>` uses each of `extra_info.numbers` once and has the ground truth's
+    value.
 
-    `partial` where it uses them so and has another value, else 0. It is made of whole numbers, + - * / and
-    parentheses, divides exactly, and may go on with `=`. `found` says whether it is such an expression.
+    Score `partial` if it uses them correctly but has another value, else 0. The expression consists of whole numbers, +
+    - * / and parentheses, is evaluated exactly, and may be followed by `=`. `found` is 1 if it is such an expression.
     """
     numbers = sample.extra_info.get("numbers")
     if not isinstance(numbers, list):
@@ -98,7 +100,7 @@ def countdown(sample: Sample, partial: float = 0.1) -> dict[str, float | str]:
 
 
 def _value_of(node: ast.expr, used: list[int]) -> Fraction:
-    """Return the exact value of an expression, and note the numbers in it."""
+    """Return the exact value of an expression, and append its numbers to `used`."""
     match node:
         case ast.Constant(value=int(number)) if type(number) is int:
             used.append(number)
@@ -107,10 +109,10 @@ def _value_of(node: ast.expr, used: list[int]) -> Fraction:
             return -_value_of(operand, used)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
             return _OPERATIONS[type(op)](_value_of(left, used), _value_of(right, used))
-    raise ValueError("no expression of whole numbers, + - * / and parentheses")
+    raise ValueError("not an expression of whole numbers, + - * / and parentheses")
 
 
-# DAPO compares as Minerva did: one after the other, in this order.
+# DAPO compares as Minerva did: these replacements in this order.
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -134,12 +136,12 @@ _BOXED = re.compile(r"\\boxed\{(.*)\}")
 
 
 def dapo(sample: Sample, boxed: bool = False) -> dict[str, float | str]:
-    r"""1 where the last line `Answer: ...` within the last 300 characters gives the ground truth, else -1.
+    r"""Score 1 if the last line `Answer: ...` within the last 300 characters gives the ground truth, else -1.
 
-    Both are compared as text in Minerva's normal form: without some units, signs of currency and spaces, `\frac12` as
-    `\frac{1}{2}`, and only what follows the last `=`. 0.5 is not 1/2 there; `math` compares values. With `boxed` it is
-    the last `\boxed{...}` that lies within the last 100, compared as it stands; a ground truth may be boxed too.
-    `accuracy` is 1 or 0, `found` whether there was an answer.
+    Both are compared as text in Minerva's normal form: without some units, currency signs and spaces, `\frac12` as
+    `\frac{1}{2}`, and only the text after the last `=`. 0.5 is not 1/2 here; `math` compares values. With `boxed`, the
+    answer is the last `\boxed{...}` within the last 100 characters, compared unchanged; a ground truth may be boxed
+    too. `accuracy` is 1 or 0, `found` is 1 if there was an answer.
     """
     truth = sample.truth_text
     if boxed:
@@ -154,7 +156,8 @@ def dapo(sample: Sample, boxed: bool = False) -> dict[str, float | str]:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Return what the last `\boxed{` holds as it stands; unlike `mrl.answers`, each brace counts, escaped or not."""
+    r"""Return the contents of the last `\boxed{`, unchanged. Unlike in `mrl.answers`, each brace counts, escaped or
+    not."""
     _, box, rest = text.rpartition("\\boxed{")
     depth = 1
     for position, character in enumerate(rest if box else ""):
@@ -166,8 +169,8 @@ def _last_boxed(text: str) -> str | None:
 
 def _minerva_form(answer: str) -> str:
     text = answer.rpartition("=")[2]
-    for what, instead in (*_REPLACED, *((removed, "") for removed in _REMOVED)):
-        text = text.replace(what, instead)
+    for pattern, replacement in (*_REPLACED, *((removed, "") for removed in _REMOVED)):
+        text = text.replace(pattern, replacement)
     text = "\n".join(map(_formula, text.split("\n")))
     for wrapper in (*_UNWRAPPED, _BOXED):
         text = wrapper.sub(r"\1", text)
@@ -178,6 +181,6 @@ def _minerva_form(answer: str) -> str:
 
 
 def _formula(line: str) -> str:
-    """Return the first formula between signs of dollar, or the whole line where there is none."""
+    """Return the first formula between dollar signs, or else the whole line."""
     parts = line.split("$", 2)
     return f"${parts[1]}$" if len(parts) == 3 else line

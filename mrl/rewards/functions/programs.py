@@ -1,8 +1,8 @@
 """Programs, run against tests in a contained process.
 
-Tests come as data sets have them: pairs of input and output, calls of a function, asserts. What a program must give is
-kept out of its process wherever it can be told apart from the test. An assert of the form `call == literal` becomes the
-call; any other runs beside the program, which can see it.
+Tests come in the formats of data sets: pairs of input and output, calls of a function, asserts. Expected results stay
+outside of the program's process if they can be separated from the test. An assert of the form `call == literal` becomes
+the call; any other assert runs in the same process as the program, which can see it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PASSED, _WRONG = "passed", "wrong"
 
 
 def warm_up() -> None:
-    """Contain a program that does nothing: where that cannot be, it is known before there is one."""
+    """Run an empty program, to find out early whether programs can be contained."""
     with ContainedProgram({"program.py": ""}, "", range(0), Limits()):
         pass
 
@@ -41,25 +41,25 @@ def code(
     fenced_only: bool = False,
     limits: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """The share of tests that the program passes; with `all_or_nothing` 1 where it passes all, else 0.
+    """Score the share of tests that the program passes; with `all_or_nothing`, 1 if it passes all, else 0.
 
-    The program is the last block ```python of the response, or without one the whole response; with `fenced_only` it
-    must be a block. Tests are those of `extra_info.tests` or else the ground truth, as plain data or JSON: `inputs`
-    and `outputs` of standard input and output, or with `fn_name` of calls; asserts in `test_list`, as MBPP has them;
-    `test` with `entry_point`, as HumanEval has it. Only the first `max_tests` count. Printed lines are compared word
-    by word, and numbers within `tolerance`. `limits` has test_s, program_s, memory_bytes, output_bytes and
-    file_bytes. `passed`, `total` and `late` count tests, `found` says whether there was a program.
+    The program is the last ```python block of the response, or the whole response without such a block; with
+    `fenced_only` a block is required. Tests come from `extra_info.tests` or else from the ground truth, as plain data
+    or JSON: `inputs` and `outputs` of standard input and output, or with `fn_name` of calls; asserts in `test_list`, as
+    in MBPP; `test` with `entry_point`, as in HumanEval. Only the first `max_tests` count. Printed lines are compared
+    word by word, and numbers within `tolerance`. `limits` has test_s, program_s, memory_bytes, output_bytes and
+    file_bytes. `passed`, `total` and `late` count tests, `found` is 1 if there was a program.
     """
     try:
         allowed = Limits(**limits or {})
     except TypeError as error:
         known = ", ".join(field.name for field in fields(Limits))
-        raise RewardError(f"limits: {error}", where="code", fix=f"known are {known}") from error
+        raise RewardError(f"limits: {error}", where="code", fix=f"known limits are {known}") from error
     tests = read_tests(sample, max_tests)
     blocks = _FENCED.findall(sample.response)
     counts: Counter[str] = Counter()
-    found = bool(blocks) or not fenced_only
-    if found:
+    has_program = bool(blocks) or not fenced_only
+    if has_program:
         judge = _Judge(blocks[-1] if blocks else sample.response, allowed, tolerance)
         with contextlib.closing(judge.verdicts(tests)) as verdicts:
             for verdict in verdicts:
@@ -68,7 +68,7 @@ def code(
                     break
     passed, total = counts[_PASSED], len(tests)
     value = float(passed == total) if all_or_nothing else passed / total
-    return {"score": value, "passed": passed, "total": total, "late": counts["time"], "found": float(found)}
+    return {"score": value, "passed": passed, "total": total, "late": counts["time"], "found": float(has_program)}
 
 
 class _Judge:
@@ -79,10 +79,10 @@ class _Judge:
         self._left_s = limits.program_s
 
     def verdicts(self, tests: StdinTests | PythonTests) -> Generator[str]:
-        """Yield what became of each test in turn; tests that the program has left itself no time for are not run."""
+        """Yield the result of each test in turn. Tests for which the program has no time left are not run."""
         if not isinstance(tests, PythonTests):
-            for given, expected in tests:
-                verdict = self._printed(given, expected)
+            for stdin, expected in tests:
+                verdict = self._printed(stdin, expected)
                 yield verdict
                 if verdict == "syntax" or self._left_s <= 0:
                     return
@@ -93,10 +93,10 @@ class _Judge:
                     first += 1
                     yield verdict
 
-    def _printed(self, given: str, expected: str) -> str:
-        """A process for each input."""
+    def _printed(self, stdin: str, expected: str) -> str:
+        """Run one process for each input."""
         try:
-            with self._started({}, given, range(0)) as process:
+            with self._started({}, stdin, range(0)) as process:
                 status, output = process.rest(self._limit_s)
         except ProgramEnded as ended:
             return ended.reason
@@ -106,7 +106,7 @@ class _Judge:
         return _PASSED if is_right else _WRONG
 
     def _called(self, tests: PythonTests, first: int) -> Iterator[str]:
-        """One process for all that is left; where it ends early, the next test begins in another."""
+        """Run the remaining tests in one process. If it ends early, the next test starts in another."""
         secret, numbers = secrets.token_hex(16), range(first, len(tests))
         try:
             with self._started({"tests.py": tests.source}, secret, numbers) as process:
@@ -115,9 +115,9 @@ class _Judge:
                     yield from [_WRONG] * len(numbers)
                     return
                 for number in numbers:
-                    said, _, reply = process.line(self._limit_s).decode(errors="replace").partition(" ")
-                    yield _PASSED if said == secret and tests.accepts(number, reply, self._tolerance) else _WRONG
-                    if not said:
+                    token, _, reply = process.line(self._limit_s).decode(errors="replace").partition(" ")
+                    yield _PASSED if token == secret and tests.accepts(number, reply, self._tolerance) else _WRONG
+                    if not token:
                         return
         except ProgramEnded as ended:
             yield ended.reason
@@ -138,62 +138,64 @@ class _Judge:
 
 _BEFORE_ASSERTS = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
 _KNOWN = (
-    "inputs and outputs of one length (fn_name where they are calls), a list of {input, output}, test_list of asserts, "
+    "inputs and outputs of equal length (with fn_name for calls), a list of {input, output}, test_list of asserts, "
     "test with entry_point, or a text with asserts"
 )
 
 
 StdinTests = list[tuple[str, str]]
-"""What a program reads and what it must print."""
+"""Pairs of a program's input and its expected output."""
 
 
 @dataclass(frozen=True)
 class PythonTests:
-    """Functions `mrl_test_0`, `mrl_test_1`, ... and the results that each may have, in the words of `plain`."""
+    """Functions `mrl_test_0`, `mrl_test_1`, ... and the accepted results of each, in the form of `plain`."""
 
     source: str
     expected: Sequence[Sequence[str]]
     are_json: bool
-    """Whether the results came as JSON, which knows no tuples."""
+    """Whether the results came as JSON, which has no tuples."""
 
     def __len__(self) -> int:
         return len(self.expected)
 
     def accepts(self, number: int, reply: str, tolerance: float) -> bool:
-        """Return whether what the program's process says is a result that the test may have."""
+        """Return whether the output of the program's process is an accepted result of the test."""
         try:
-            value = json.loads(reply, object_hook=(lambda given: given.get("tuple", given)) if self.are_json else None)
+            value = json.loads(reply, object_hook=(lambda item: item.get("tuple", item)) if self.are_json else None)
         except (ValueError, RecursionError):
             return False
         return any(same_value(value, json.loads(expected), tolerance) for expected in self.expected[number])
 
 
 def read_tests(sample: Sample, max_tests: int | None) -> StdinTests | PythonTests:
-    """Return the tests of `extra_info.tests`, or else of the ground truth, or the first of them."""
-    given = sample.extra_info.get("tests", sample.ground_truth)
+    """Return the tests from `extra_info.tests`, or else from the ground truth, limited to the first `max_tests`."""
+    raw = sample.extra_info.get("tests", sample.ground_truth)
     try:
-        tests = _tests(given, sample.extra_info, slice(max_tests))
+        tests = _tests(raw, sample.extra_info, slice(max_tests))
         if not len(tests):
-            raise ValueError("there is none")
+            raise ValueError("there are no tests")
     except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError) as error:
-        what = f"the tests cannot be read: {error}; they begin {given!r:.120}"
-        raise RewardError(what, where=sample.name, fix=f"extra_info.tests or the ground truth is {_KNOWN}") from error
+        what = f"the tests cannot be read: {error}; they begin with {raw!r:.120}"
+        raise RewardError(
+            what, where=sample.name, fix=f"extra_info.tests or the ground truth must be {_KNOWN}"
+        ) from error
     return tests
 
 
 def same_text(output: str, expected: str, tolerance: float) -> bool:
-    """Compare line by line: white space within and around lines and empty lines do not count."""
+    """Compare line by line, ignoring white space inside and around lines, and empty lines."""
     lines, expected_lines = (
         [line.split() for line in text.splitlines() if line.strip()] for text in (output, expected)
     )
     if not tolerance or [*map(len, lines)] != [*map(len, expected_lines)]:
         return lines == expected_lines
     words = zip(output.split(), expected.split(), strict=True)
-    return all(word == wanted or _near(_number(word), _number(wanted), tolerance) for word, wanted in words)
+    return all(word == correct or _near(_number(word), _number(correct), tolerance) for word, correct in words)
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-    """Compare as Python does, numbers with a tolerance."""
+    """Compare like Python, but numbers with a tolerance."""
     if tolerance and isinstance(value, list) and isinstance(expected, list):
         pairs = zip(value, expected, strict=False)
         return len(value) == len(expected) and all(same_value(*pair, tolerance) for pair in pairs)
@@ -209,7 +211,7 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
 def _near(value: float, expected: float, tolerance: float) -> bool:
     try:
         return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # a whole number too large for a float
         return False
 
 
@@ -220,58 +222,58 @@ def _number(word: str) -> float:
         return math.nan
 
 
-def _tests(given: Any, extra: Mapping[str, Any], taken: slice) -> StdinTests | PythonTests:
-    match given:
+def _tests(raw: Any, extra: Mapping[str, Any], taken: slice) -> StdinTests | PythonTests:
+    match raw:
         case str():
             try:
-                parsed = json.loads(given, parse_constant=_refuse_constant)
+                parsed = json.loads(raw, parse_constant=_refuse_constant)
             except json.JSONDecodeError:
-                return _of_text(given, extra.get("entry_point"), taken)
+                return _of_text(raw, extra.get("entry_point"), taken)
             return _tests(parsed, extra, taken)
         case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
-            name = given.get("fn_name") or extra.get("fn_name")
+            name = raw.get("fn_name") or extra.get("fn_name")
             if name:
                 return _of_calls(name, inputs[taken], outputs[taken])
             pairs = zip(inputs[taken], outputs[taken], strict=True)
-            return [(_joined(given), _joined(output)) for given, output in pairs]
+            return [(_joined(raw), _joined(output)) for raw, output in pairs]
         case {"test_list": list(asserts)}:
-            setup = ast.parse(given.get("test_setup_code") or "").body
+            setup = ast.parse(raw.get("test_setup_code") or "").body
             return _of_statements(setup, [ast.parse(test).body for test in asserts[taken]])
         case {"test": str(text)}:
-            return _of_text(text, given.get("entry_point") or extra.get("entry_point"), taken)
+            return _of_text(text, raw.get("entry_point") or extra.get("entry_point"), taken)
         case [{"input": _, "output": _}, *_]:
-            return [(_joined(pair["input"]), _joined(pair["output"])) for pair in given[taken]]
+            return [(_joined(pair["input"]), _joined(pair["output"])) for pair in raw[taken]]
         case [str(), *_]:
-            return _tests({"test_list": given}, extra, taken)
-    raise ValueError("they have none of the known forms")
+            return _tests({"test_list": raw}, extra, taken)
+    raise ValueError("they have no known form")
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _joined(lines: Any) -> str:
-    """Return a text; a list is its lines."""
+    """Return a text. A list is joined as lines."""
     if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
         return "\n".join(lines)
     if not isinstance(lines, str):
-        raise ValueError(f"{lines!r:.60} is no text to read or print, and no fn_name says which function takes it")
+        raise ValueError(f"{lines!r:.60} is not a text to read or print, and there is no fn_name for a call")
     return lines
 
 
 def _of_calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> PythonTests:
-    """Each input is a list of arguments, or a text with one argument as JSON in each line."""
+    """Return tests of calls. Each input is a list of arguments, or a text with one argument as JSON per line."""
     if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"fn_name {name!r:.60} names no function")
+        raise ValueError(f"fn_name {name!r:.60} is not the name of a function")
     tests, expected = [], []
-    for given, output in zip(inputs, outputs, strict=True):
-        if isinstance(given, str):
-            given, output = [json.loads(line) for line in given.splitlines()], json.loads(output)
-        if not isinstance(given, list):
-            raise ValueError(f"{given!r:.60} is no list of arguments")
+    for arguments, output in zip(inputs, outputs, strict=True):
+        if isinstance(arguments, str):
+            arguments, output = [json.loads(line) for line in arguments.splitlines()], json.loads(output)
+        if not isinstance(arguments, list):
+            raise ValueError(f"{arguments!r:.60} is not a list of arguments")
         callee = f'(Solution().{name} if "Solution" in globals() else {name})'
-        tests.append(ast.parse(f"return_value = {callee}(*{given!r})").body)
-        # Many sets hold the result in a list of its own.
+        tests.append(ast.parse(f"return_value = {callee}(*{arguments!r})").body)
+        # Many data sets wrap the result in a list.
         results = [output, output[0]] if isinstance(output, list) and len(output) == 1 else [output]
         expected.append([plain(result) for result in results])
     functions = [_function(number, [ast.Return(test[0].value)]) for number, test in enumerate(tests)]  # type: ignore[attr-defined]
@@ -279,29 +281,31 @@ def _of_calls(name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Pytho
 
 
 def _of_text(text: str, entry_point: Any, taken: slice) -> PythonTests:
-    """Asserts after what they need are a test each, in `check(candidate)` as well; anything else is one test."""
+    """Return tests from code. Asserts after their setup become one test each, also in `check(candidate)`; anything else
+    is one test."""
     statements = ast.parse(text).body
-    check = next((each for each in statements if isinstance(each, ast.FunctionDef) and each.name == "check"), None)
+    check = next((node for node in statements if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
     if check is None:
         setup, tests = _split(statements) or ([], [statements])
         return _of_statements(setup, tests[taken])
     if not isinstance(entry_point, str) or not entry_point.isidentifier() or len(check.args.args) != 1:
         raise ValueError(f"check(candidate) needs an entry_point, the name of a function; it is {entry_point!r:.60}")
-    others = [each for each in statements if each is not check]
+    rest = [node for node in statements if node is not check]
     split = _split(check.body)
-    if split is None or not all(_is_before_asserts(each) for each in others):
-        return _of_statements([check], [[*others, *ast.parse(f"check({entry_point})").body]])
-    named = ast.parse(f"{check.args.args[0].arg} = {entry_point}").body
-    return _of_statements([*others, *named, *split[0]], split[1][taken])
+    if split is None or not all(_is_before_asserts(node) for node in rest):
+        return _of_statements([check], [[*rest, *ast.parse(f"check({entry_point})").body]])
+    alias = ast.parse(f"{check.args.args[0].arg} = {entry_point}").body
+    return _of_statements([*rest, *alias, *split[0]], split[1][taken])
 
 
 def _split(statements: list[ast.stmt]) -> tuple[list[ast.stmt], list[list[ast.stmt]]] | None:
-    """Return what stands before the first assert, and the asserts, where nothing else comes between or after them."""
-    setup = [each for each in statements if not isinstance(each, ast.Assert)]
-    asserts = [each for each in statements if isinstance(each, ast.Assert)]
+    """Return the setup before the first assert, and the asserts. Return None if other code comes between or after
+    them."""
+    setup = [node for node in statements if not isinstance(node, ast.Assert)]
+    asserts = [node for node in statements if isinstance(node, ast.Assert)]
     if statements != [*setup, *asserts] or not all(map(_is_before_asserts, setup)):
         return None
-    return setup, [[each] for each in asserts]
+    return setup, [[node] for node in asserts]
 
 
 def _is_before_asserts(statement: ast.stmt) -> bool:
@@ -312,8 +316,8 @@ def _is_before_asserts(statement: ast.stmt) -> bool:
 def _of_statements(setup: Sequence[ast.stmt], tests: Sequence[list[ast.stmt]]) -> PythonTests:
     functions, expected = [], []
     for number, statements in enumerate(tests):
-        if not any(isinstance(node, ast.Assert) for each in [*setup, *statements] for node in ast.walk(each)):
-            raise ValueError(f"test {number} asserts nothing")
+        if not any(isinstance(node, ast.Assert) for statement in [*setup, *statements] for node in ast.walk(statement)):
+            raise ValueError(f"test {number} has no assert")
         compared = _call_and_literal(statements)
         functions.append(_function(number, statements if compared is None else [ast.Return(compared[0])]))
         expected.append(["null" if compared is None else compared[1]])
@@ -326,14 +330,14 @@ def _call_and_literal(statements: list[ast.stmt]) -> tuple[ast.expr, str] | None
             for expression, literal in ((left, right), (right, left)):
                 try:
                     return expression, plain(ast.literal_eval(literal))
-                except (ValueError, TypeError, AttributeError):  # no literal, or one without a plain value
+                except (ValueError, TypeError, AttributeError):  # not a literal, or one without a plain value
                     continue
     return None
 
 
 def _function(number: int, body: list[ast.stmt]) -> ast.stmt:
     (function,) = ast.parse(f"def mrl_test_{number}(): pass").body
-    assert isinstance(function, ast.FunctionDef), "it was written as one"
+    assert isinstance(function, ast.FunctionDef), "the source is one function"
     function.body = body
     return function
 

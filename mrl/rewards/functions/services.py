@@ -1,6 +1,6 @@
-"""Scores from elsewhere: any service behind HTTP, or the verdict of another language model.
+"""Scores from services: any HTTP service, or the verdict of another language model.
 
-A judge has an OpenAI-compatible address, or is served by engines of the run's own.
+A judge has an OpenAI-compatible address, or is served by the run's own engines.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _WORTH_ANOTHER_TRY = {408, 425, 429, 500, 502, 503, 504}
 
 
 class _NoAnswer(Exception):
-    """An attempt that may go better the next time."""
+    """A failed attempt that may succeed when retried."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Leaves a redirect unfollowed: the key and the sample would go with it, to whatever host it names."""
+    """Does not follow redirects: the key and the sample would be sent to another host."""
 
     def redirect_request(self, *arguments: Any) -> None:
         return None
@@ -52,10 +52,10 @@ class Service:
     key_variable: str | None
     max_bytes: int = 64 << 10
     uses_proxies: bool = True
-    """Whether it goes through the proxies that the environment names."""
+    """Whether requests use the proxies of the environment."""
 
     def post(self, question: Any) -> Any:
-        """Return the answer; one that does not come, or not as JSON, is an error that holds no key."""
+        """Return the answer. If it is missing or not JSON, raise an error without the key."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.key_variable is not None:
             if self.key_variable not in os.environ:
@@ -86,7 +86,7 @@ def _posted(request: urllib.request.Request, service: Service) -> Any:
     try:
         with opener.open(request, timeout=service.timeout_s) as answer:
             body = answer.read(max_bytes + 1)
-            # `read` with a size takes the end of the stream for the end of the body.
+            # `read` with a size treats the end of the stream as the end of the body.
             if answer.length and len(body) <= max_bytes:
                 raise _NoAnswer(f"the body ended {answer.length} bytes too early")
     except urllib.error.HTTPError as error:
@@ -112,13 +112,13 @@ async def http(
     backoff_s: float = 0.5,
     key_variable: str | None = None,
 ) -> Any:
-    """What the service at `url` answers to a POST of the sample as JSON: a number, or numbers by name with `score`,
-    and the text that it judged as `"answer"`.
+    """Score with the service at `url`: POST the sample as JSON, and return its answer: a number, or numbers by name
+    with `score`, and the text that it judged as `"answer"`.
 
-    No answer within `timeout_s`, a broken or unreadable one, and a status that may pass (408, 425, 429, 5xx) are
-    tried again, `attempts` times in all, after `backoff_s`, then twice that, and so on; any other status, a redirect
-    included, is an error at once. `key_variable` names the variable of reward.environment that holds the bearer key.
-    The limit of the sample holds for all attempts together; reward.max_samples_per_s bounds the rate.
+    No answer within `timeout_s`, a broken or unreadable answer, and a temporary status (408, 425, 429, 5xx) are
+    retried, up to `attempts` times in total, after `backoff_s`, then twice that, and so on. Any other status, including
+    a redirect, is an error at once. `key_variable` is the variable of reward.environment that holds the bearer key. The
+    limit of the sample applies to all attempts together; reward.max_samples_per_s limits the rate.
     """
     service = Service(url, timeout_s, attempts, backoff_s, key_variable)
     return await asyncio.to_thread(service.post, asdict(sample))
@@ -130,30 +130,31 @@ _COUNTS = ("prompt_tokens", "completion_tokens")
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the judge wrote, of which the verdict, and what it cost."""
+    """The judge's verdict, and the tokens that it used."""
 
     verdict: str
     num_tokens: Mapping[str, int]
     is_new: Iterator[bool] = field(default_factory=lambda: iter((True,)))
-    """Who takes its one item has asked; whoever comes later has not."""
+    """Yields one item: the caller that takes it asked the judge, later callers reused the answer."""
 
 
 async def judge(
     sample: Sample, service: dict[str, Any], template: str, verdict: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """The judge's verdict on the response: a number between `lowest` and `highest` as 0 to 1, or one of `values`.
+    """Score the judge's verdict on the response: a number between `lowest` and `highest`, scaled to 0 to 1, or one of
+    `values`.
 
-    `template` is what it is asked, with {response}, {prompt} (as rendered) and {ground_truth}, or a file with that
-    text. The verdict is what the last match of `pattern` holds in its group; an answer without one is a failure, never
-    a 0. A worker asks the same question once; `asked` says whether it did, and the tokens of the judge are counted.
-    The limit of the sample holds for all attempts together. `mrl/config/reward.py` has all that `service` and
-    `verdict` may say.
+    `template` is the question, with {response}, {prompt} (as rendered) and {ground_truth}, or a file that contains it.
+    The verdict is the group of the last match of `pattern`; an answer without a verdict is a failure, never a 0. A
+    worker asks the same question once; `asked` is 1 if it was asked for this sample, and the judge's tokens are
+    counted. The limit of the sample applies to all attempts together. `mrl/config/reward.py` documents `service` and
+    `verdict`.
     """
     reading = JudgeVerdict(**(verdict or {}))
     truth = sample.ground_truth
     truth = truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
     values = {"prompt": sample.prompt, "response": sample.response, "ground_truth": truth}
-    # In one pass: what a response holds is no place to fill in.
+    # In one pass, so that placeholders inside a response are not filled in.
     question = _PLACE.sub(lambda place: values[place[1]], _template(template))
     model = JudgeService(**service)
     try:
@@ -167,11 +168,11 @@ async def judge(
 
 
 def _posting(model: JudgeService) -> Service:
-    """Return where a judge is asked: at its address, or at any of the run's own engines."""
+    """Return the service of a judge: at its address, or one of the run's own engines."""
     url, key_variable = model.url, model.key_variable
     if url is None:
         if URLS_VARIABLE not in os.environ:
-            raise RewardError("service.url is not given, and there is no engine of this run's own to ask")
+            raise RewardError("service.url is not set, and this run has no judge engine")
         url, key_variable = random.choice(os.environ[URLS_VARIABLE].split()), KEY_VARIABLE
     url = f"{url.rstrip('/')}/chat/completions"
     return Service(url, model.timeout_s, model.attempts, model.backoff_s, key_variable, max_bytes=4 << 20)
@@ -179,29 +180,29 @@ def _posting(model: JudgeService) -> Service:
 
 @lru_cache(maxsize=1000)
 def _ask(model: JudgeService, question: str, pattern: str) -> _Answer:
-    """Return the judge's answer; what is none is an error, and asked again the next time."""
-    told = {"role": "user", "content": question}
+    """Return the judge's answer. An invalid answer is an error, and is requested again next time."""
+    message = {"role": "user", "content": question}
     limits = {"max_tokens": model.max_tokens, "temperature": model.temperature}
-    answer = _posting(model).post({"model": model.model or JUDGE, "messages": [told], **limits})
+    answer = _posting(model).post({"model": model.model or JUDGE, "messages": [message], **limits})
     try:
         text = answer["choices"][0]["message"]["content"]
         usage = answer.get("usage") or {}
         num_tokens = {name: int(usage[name]) for name in _COUNTS if name in usage}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise RewardError(f"the judge's answer is no chat completion: {error!r:.100}") from error
+        raise RewardError(f"the judge's answer is not a chat completion: {error!r:.100}") from error
     if not isinstance(text, str):
-        raise RewardError(f"the judge wrote no text: its message holds {text!r:.100}")
-    found = list(re.finditer(pattern, text))
-    if not found:
+        raise RewardError(f"the judge wrote no text: its message contains {text!r:.100}")
+    matches = list(re.finditer(pattern, text))
+    if not matches:
         raise RewardError(f"the judge's answer has no verdict; it ends with {text[-200:]!r}")
-    return _Answer(str(found[-1][1]).strip(), num_tokens)
+    return _Answer(str(matches[-1][1]).strip(), num_tokens)
 
 
 def _score(verdict: str, reading: JudgeVerdict) -> float:
     if reading.values:
         worth = {name.casefold(): value for name, value in reading.values.items()}
         if verdict.casefold() not in worth:
-            raise RewardError(f"the verdict {verdict!r:.100} is none of {', '.join(reading.values)}")
+            raise RewardError(f"the verdict {verdict!r:.100} is not one of {', '.join(reading.values)}")
         return float(worth[verdict.casefold()])
     try:
         number = float(verdict)
@@ -219,7 +220,7 @@ def _template(template: str) -> str:
     try:
         text = read_text(template)
     except (OSError, ValueError) as error:
-        raise RewardError(f"the template has no {{response}}, and is no file that can be read: {error}") from error
+        raise RewardError(f"the template has no {{response}}, and is not a readable file: {error}") from error
     if "{response}" not in text:
         raise RewardError("the template has no {response}", where=template)
     return text

@@ -1,7 +1,7 @@
-"""Mathematics compared symbolically, by the `math-verify` library (`pip install mrl[math]`).
+"""Mathematics compared symbolically, with the `math-verify` library (`pip install mrl[math]`).
 
-It evaluates no text as code. Its own time limits are switched off: they rest on signals, and the worker's limit holds
-for everything.
+The library does not evaluate text as code. Its own time limits are disabled, because they use signals; the worker's
+limit applies.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from mrl.rewards.sample import Sample
 
 
 def math_verify(sample: Sample) -> dict[str, float | str]:
-    """1 where math-verify finds the response's answer equal to the ground truth, else 0.
+    """Score 1 if math-verify finds the response's answer equal to the ground truth, else 0.
 
-    A ground truth that it cannot read is an error of the data, not a wrong answer.
+    A ground truth that it cannot parse is an error of the data, not a wrong answer.
     """
     truth = sample.truth_text
     gold = parse(truth if "\\boxed" in truth else f"\\boxed{{{truth}}}", parsing_timeout=None)
@@ -30,9 +30,9 @@ def math_verify(sample: Sample) -> dict[str, float | str]:
 
 
 def prime(sample: Sample) -> dict[str, float | str]:
-    r"""1 where the last `\boxed{...}` is the ground truth after normalization or symbolically, else 0.
+    r"""Score 1 if the last `\boxed{...}` equals the ground truth after normalization or symbolically, else 0.
 
-    `found` says whether there was a box. Symbolic equality is that of math-verify.
+    `found` is 1 if there was a box. math-verify decides symbolic equality.
     """
     return judged(last_boxed(sample.response), last_boxed(sample.truth_text) or sample.truth_text, _means_the_same)
 
@@ -40,5 +40,5 @@ def prime(sample: Sample) -> dict[str, float | str]:
 def _means_the_same(answer: str, truth: str) -> bool:
     if same_answer(answer, truth):
         return True
-    gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
-    return bool(gold and given and verify(gold, given, timeout_seconds=None))
+    gold, parsed = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
+    return bool(gold and parsed and verify(gold, parsed, timeout_seconds=None))

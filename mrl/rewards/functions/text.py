@@ -1,4 +1,4 @@
-"""Responses as text: the words of an answer, the letter that is chosen, their form and their length."""
+"""Responses as text: the words of an answer, the chosen letter, format and length."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mrl.rewards.sample import Sample
 
 
 def exact_match(sample: Sample, tag: str | None = None) -> dict[str, float | str]:
-    """1 where the answer and an accepted one have the same words, else 0.
+    """Score 1 if the answer and an accepted one have the same words, else 0.
 
-    Case, punctuation and the articles a, an, the do not count. The ground truth is one text or a list of accepted
-    ones, or has either as `target`, as Search-R1's data. The answer is the whole response, or with `tag` what the last
-    `<tag>...</tag>` holds.
+    Case, punctuation and the articles a, an, the are ignored. The ground truth is one text or a list of accepted texts,
+    or has either as `target`, as in Search-R1's data. The answer is the whole response, or with `tag` the contents of
+    the last `<tag>...</tag>`.
     """
     words = plain_words(answer_in(sample.response, tag))
     right = any(words == plain_words(accepted) for accepted in sample.accepted_answers)
@@ -23,10 +23,10 @@ def exact_match(sample: Sample, tag: str | None = None) -> dict[str, float | str
 
 
 def f1(sample: Sample, tag: str | None = None) -> dict[str, float | str]:
-    """The F1 of the answer's words against those of the accepted answer that it fits best.
+    """Score the F1 of the answer's words against the best matching accepted answer.
 
-    Words, accepted answers and `tag` are those of `exact_match`. Where either side has no words, both must have
-    none to score 1.
+    Words, accepted answers and `tag` are those of `exact_match`. If either side has no words, the score is 1 only if
+    both have none.
     """
     words = plain_words(answer_in(sample.response, tag))
     best = max(_f1(words, plain_words(accepted)) for accepted in sample.accepted_answers)
@@ -41,16 +41,16 @@ def _f1(words: list[str], accepted: list[str]) -> float:
 
 
 def multiple_choice(sample: Sample, letters: str = "ABCDEFGHIJ") -> dict[str, float | str]:
-    r"""1 where the response chooses the ground truth's letter, else 0; letters are capitals.
+    r"""Score 1 if the response chooses the ground truth's letter, else 0. Letters are capitals.
 
-    Its choice is that of the last `\boxed{C}`; else of the last "Answer: C" or "answer is (C)"; else the last `(C)`;
-    else the last letter by itself that begins no sentence. The ground truth may go on behind its letter: `C. Paris`.
-    `found` says whether there was a choice.
+    The choice is taken from the last `\boxed{C}`; else from the last "Answer: C" or "answer is (C)"; else from the last
+    `(C)`; else it is the last single letter that does not begin a sentence. The ground truth may continue after its
+    letter: `C. Paris`. `found` is 1 if there was a choice.
     """
     letter = f"[{re.escape(letters)}]"
     truth = re.match(rf"\W*({letter})(?!\w)", sample.truth_text)
     if truth is None:
-        what = f"the ground truth {sample.ground_truth!r:.200} begins with none of the letters {letters}"
+        what = f"the ground truth {sample.ground_truth!r:.200} does not begin with one of the letters {letters}"
         raise RewardError(what, where=sample.name)
     choice = _choice(sample.response, letter)
     return {"score": float(choice == truth[1]), "found": float(choice is not None), "answer": choice or ""}
@@ -64,10 +64,10 @@ def _choice(response: str, letter: str) -> str | None:
     for pattern in (
         rf"(?i:\banswer\b)(?:\s+is\b)?{wrapped}(?![\w'])(?! [a-z])",
         rf"\(({letter})\)",
-        rf"(?<![\w'])({letter})(?![\w'])(?! [a-z])",  # "A dog" and "I think" choose nothing
+        rf"(?<![\w'])({letter})(?![\w'])(?! [a-z])",  # "A dog" and "I think" are not choices
     ):
-        if found := re.findall(pattern, response):
-            return str(found[-1])
+        if choices := re.findall(pattern, response):
+            return str(choices[-1])
     return None
 
 
@@ -76,19 +76,20 @@ _INSIDE = rf"(?:(?!{_TAG}).)*"
 _TURN = re.compile(rf"\s*<think>{_INSIDE}</think>\s*<(search|answer)>{_INSIDE}</\1>\s*", re.DOTALL)
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 _CONTROL = re.compile(r"<\|[^|<>]*\|>\s*\Z")
-"""A token that ends a turn, which has no place in the form and is not held against it."""
+"""A token that ends a turn. It is ignored when the form is checked."""
 
 
 def search_r1(
     sample: Sample, structure: float = 0.2, final: float = 0.1, retrieval: float = 0.0
 ) -> dict[str, float | str]:
-    """1 for a right answer, less `structure` where the form is wrong; without one, `structure` for the form alone.
+    """Score 1 for a right answer, minus `structure` if the form is wrong. Without a right answer, score `structure` for
+    the form alone.
 
-    The form is right where every turn thinks between `<think>` tags and then does one thing: all but the last search,
-    and the last answers. Where a form is right without its answer, `retrieval` is added if a search has found an
-    accepted answer; where both are wrong, to have answered at all is worth `final`. Answers are compared as
-    `exact_match` does. Only what the model wrote is its answer or its form, and only what it was answered was found:
-    examples in the prompt are neither. `exact`, `valid` and `retrieved` are 1 or 0.
+    The form is right if every turn thinks between `<think>` tags and then takes one action: all turns except the last
+    search, and the last one answers. If the form is right but the answer is not, `retrieval` is added if a search found
+    an accepted answer. If both are wrong, any answer scores `final`. Answers are compared as in `exact_match`. Answer
+    and form are judged only on the model's own text, and retrieval only on the observations: examples in the prompt
+    count for neither. `exact`, `valid` and `retrieved` are 1 or 0.
     """
     written = [_CONTROL.sub("", text) for text in (sample.turns[::2] or [sample.response])]
     forms = [_TURN.fullmatch(text) for text in written]
@@ -107,17 +108,17 @@ def search_r1(
 
 
 def format(sample: Sample, pattern: str = r"\s*<think>.+?</think>\s*<answer>.+?</answer>\s*") -> float:
-    """1 where the whole response matches the regular expression `pattern`, else 0; a dot matches line breaks."""
+    """Score 1 if the whole response matches the regular expression `pattern`, else 0. A dot matches line breaks."""
     return float(re.fullmatch(pattern, sample.response, re.DOTALL) is not None)
 
 
 def length(sample: Sample, target_tokens: int, max_tokens: int) -> float:
-    """1 up to `target_tokens`, 0 from `max_tokens` on, and a straight line between."""
+    """Score 1 up to `target_tokens`, 0 from `max_tokens` on, linear in between."""
     left = (max_tokens - sample.num_response_tokens) / (max_tokens - target_tokens)
     return min(1.0, max(0.0, left))
 
 
 def overlong(sample: Sample, max_tokens: int, buffer_tokens: int) -> float:
-    """0 up to `max_tokens - buffer_tokens`, -1 from `max_tokens` on, and a straight line between."""
+    """Score 0 up to `max_tokens - buffer_tokens`, -1 from `max_tokens` on, linear in between."""
     over = sample.num_response_tokens - (max_tokens - buffer_tokens)
     return -min(1.0, max(0.0, over / buffer_tokens))
