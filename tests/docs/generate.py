@@ -52,35 +52,35 @@ from tests.sweep import RECORD
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FROM_ELSEWHERE = {
     "response_mask": "conversations of environments, and the rows of `mrl sft`",
-    "baseline_scores": "rollout and rewards, of a greedy answer",
+    "baseline_scores": "rollout and rewards, for a greedy answer",
     "position": "the trainer",
 }
 
 COLUMNS = {
-    "prompts": ("tokens", "the prompt as it was encoded and cut"),
-    "responses": ("tokens", "what the engine wrote, its end token included"),
-    "response_mask": ("tokens", "which response tokens the model wrote; without it, all"),
+    "prompts": ("tokens", "the prompt after encoding and truncation"),
+    "responses": ("tokens", "the engine's tokens, including the end token"),
+    "response_mask": ("tokens", "which response tokens the model wrote; if missing, all"),
     "rollout_log_probs": ("tokens", "log-prob of each response token by the engine that drew it"),
-    "staleness": ("tokens", "how many updates old the weights are that drew each token; there with asynchrony.ahead"),
-    "old_log_probs": ("tokens", "the same by the trainer, before the first update of the step"),
-    "ref_log_probs": ("tokens", "the same by the policy as it was before training"),
+    "staleness": ("tokens", "age in updates of the weights that drew each token; present with asynchrony.ahead"),
+    "old_log_probs": ("tokens", "log-prob of each response token by the trainer, before the first update of the step"),
+    "ref_log_probs": ("tokens", "log-prob of each response token by the policy from before training"),
     "values": ("tokens", "the critic's value of the state before each response token"),
-    "advantages": ("tokens", "how much better each token did than expected"),
-    "returns": ("tokens", "what the critic is trained towards"),
+    "advantages": ("tokens", "how much better each token was than expected"),
+    "returns": ("tokens", "the critic's training target"),
     "scores": ("one number", "the reward of the response: the weighted sum of the functions and the reward model"),
     "rm_scores": (
         "one number",
-        "what the reward model says of the response; the driver scales it and adds it to the scores",
+        "the reward model's score of the response; the driver scales it and adds it to `scores`",
     ),
     "teacher_log_probs": (
         "tokens",
         "log-prob of each response token by the teacher, at rollout.temperature",
     ),
-    "teacher_top_ids": ("tokens", "which tokens the teacher finds the likeliest in the place of each response token"),
-    "teacher_top_log_probs": ("tokens", "their log-probs, and in the last column that of all other tokens together"),
-    "teacher_hidden": ("tokens", "the teacher's hidden state that its distribution of each response token is made of"),
+    "teacher_top_ids": ("tokens", "the teacher's most likely tokens at each response position"),
+    "teacher_top_log_probs": ("tokens", "log-probs of `teacher_top_ids`; last, that of all other tokens together"),
+    "teacher_hidden": ("tokens", "the teacher's hidden state that gives its distribution of each response token"),
     "baseline_scores": ("one number", "ReMax: the score of the greedy answer to the same prompt"),
-    "position": ("one number", "where the row stands in the batch, so that shards can be put together"),
+    "position": ("one number", "the row's position in the batch, so that shards can be joined"),
 }
 
 
@@ -101,7 +101,7 @@ def calls() -> str:
             columns = (", ".join(names) for names in (call.reads, call.optional, call.writes))
             yield f"`{call.role}.{call.method}`", *columns, call.when
 
-    return table(("call", "reads", "reads where it is there", "writes", "when"), rows())
+    return table(("call", "reads", "reads if present", "writes", "when"), rows())
 
 
 def columns() -> str:
@@ -117,7 +117,7 @@ def columns() -> str:
         (f"`{name}`", *words, ", ".join(writers.get(name, [_FROM_ELSEWHERE.get(name, "rollout and rewards")])))
         for name, words in COLUMNS.items()
     )
-    return table(("column", "per row", "what it is", "written by"), rows)
+    return table(("column", "per row", "content", "written by"), rows)
 
 
 # --- configure.md -----------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def sft_schema() -> str:
 def preference_schema() -> str:
     """The sections that tell `mrl rm` and `mrl dpo` from `mrl sft`."""
     return "".join(
-        f"\n### `{name}`, of `mrl {verb}`\n\n{''.join(_sections(section, (name,), {})).lstrip()}"
+        f"\n### `{name}`, for `mrl {verb}`\n\n{''.join(_sections(section, (name,), {})).lstrip()}"
         for name, verb, section in (("reward", "rm", RewardLossConfig), ("preference", "dpo", DpoLossConfig))
     )
 
@@ -297,30 +297,30 @@ def presets() -> str:
 # --- README.md --------------------------------------------------------------------------------------------------
 
 MEASURED = (
-    ("largest difference of a log-prob from transformers', over all layouts and families", "parity", "transformers"),
-    ("tensors that arrived wrong in an engine, over all pairs of layouts that are tried", "reshard", "wrong_tensors"),
-    ("resumes after a kill at a random moment that missed the newest checkpoint", "killed_runs", "resumes"),
-    ("samples with the right outcome though rewards hang and crash", "rewards", "under fire: samples"),
-    ("of nine published runs, those whose step time `mrl plan` meets within 25 %", "plan", "rows predicted"),
-    ("samples per second over TRL's, 30 million parameters, two cores", "end_to_end", "long: samples"),
-    ("the same with 0.6 million parameters", "end_to_end", "tiny: samples"),
+    ("largest difference of a log-prob from transformers, over all layouts and families", "parity", "transformers"),
+    ("tensors that arrived wrong in an engine, over all tested pairs of layouts", "reshard", "wrong_tensors"),
+    ("resumes that missed the newest checkpoint, after kills at random moments", "killed_runs", "resumes"),
+    ("samples with the right outcome while rewards hang and crash", "rewards", "under fire: samples"),
+    ("published runs, out of nine, whose step time `mrl plan` predicts within 25 %", "plan", "rows predicted"),
+    ("samples per second relative to TRL, 30 million parameters, two cores", "end_to_end", "long: samples"),
+    ("samples per second relative to TRL, 0.6 million parameters, two cores", "end_to_end", "tiny: samples"),
 )
-"""What is said -> the benchmark, and words of the goal whose figure it is."""
+"""Words of the README, the benchmark, and a part of the name of the goal whose figure is shown."""
 
 
 def demo() -> str:
-    """What the recorded run of the demo came to."""
+    """The result of the recorded run of the demo."""
     run = recorded()
     before, after = (metrics for metrics in run["steps"] if SOLVED in metrics)
     return (
-        f"`make demo` on {run['machine']}: {before[SOLVED]:.1%} -> {after[SOLVED]:.1%} of sampled answers to "
-        f"{before['val/prompts']:.0f} problems\nthat are in no training data, in {run['minutes']} minutes. "
-        f"Both pictures are of this run ({run['date']}, {run['commit']}).\n"
+        f"`make demo` on {run['machine']}: {before[SOLVED]:.1%} -> {after[SOLVED]:.1%} correct answers to "
+        f"{before['val/prompts']:.0f} problems outside\nthe training data, in {run['minutes']} minutes. "
+        f"Both pictures show this run ({run['date']}, {run['commit']}).\n"
     )
 
 
 def figures() -> str:
-    """The figures that stand on the first page."""
+    """The figures of the README."""
 
     def rows() -> Iterator[Sequence[str]]:
         found = list(_all_goals())
@@ -329,7 +329,7 @@ def figures() -> str:
             assert ours, f"no goal of {benchmark} is called {words}"
             yield said, ours[0].limit, ours[0].own or ours[0].in_bench, f"`benchmarks/{benchmark}.py`"
 
-    return table(("figure", "goal", "measured", "again"), rows())
+    return table(("figure", "goal", "measured", "measure it again"), rows())
 
 
 PEERS = {
@@ -338,15 +338,15 @@ PEERS = {
     "prime-rl": ("559b447", "2026-08-21", "47,000", "1,616", "669", "29", "not found", "not found"),
     "TRL": ("f2cd577", "2026-07-24", "62,000", "3,374", "894", "-", "yes", "not found"),
 }
-"""Their libraries without tests and examples, counted as ours is; the README says which keys are counted."""
+"""Figures of each peer's library without tests and examples; the README says which keys are counted."""
 COMPARED = (
     *("commit", "date", "lines of Python", "lines of the longest file", "lines of the longest function"),
-    *("keys of a flagship run", "the whole loop on a laptop's CPU", "memory and seconds before the queue"),
+    *("keys of a flagship run", "the whole loop on a laptop's CPU", "memory and step time before the job starts"),
 )
 
 
 def compare() -> str:
-    """mrl beside its peers."""
+    """Compare mrl with its peers."""
     lines = sum(file.read_text(encoding="utf-8").count("\n") for file in (ROOT / "mrl").rglob("*.py"))
     keys = len(list(_leaves(read_chain(str(ROOT / "configs/ppo-llama3.1-70b-8n8g.yaml")).values)))
     longest = (f"<= {MAX_FILE_LINES}", f"<= {MAX_FUNCTION_LINES}")
@@ -441,7 +441,7 @@ def _rows(report: dict[str, Any]) -> Iterator[str]:
     columns = list(dict.fromkeys(column for row in rows for column in row))
     yield table(columns, ([shown(row.get(column, "")) for column in columns] for row in rows[:MAX_ROWS]))
     if len(rows) > MAX_ROWS:
-        yield f"{len(rows) - MAX_ROWS} more rows are in the file of results.\n"
+        yield f"{len(rows) - MAX_ROWS} more rows are in the results file.\n"
 
 
 def _command(report: dict[str, Any]) -> str:
