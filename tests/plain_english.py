@@ -24,7 +24,7 @@ TURNS = {
     r"lack(s|ed|ing)?|there (is|are|was|were) none|(is|are|was|were) not there": "is missing, has no, does not exist",
     r"(tells?|told|said)(?! (apart|whether))": "shows, reports, means",
     r"as (it|they) (is|are|was|were|stands?)(?=\s*([.,;:)]|\Z))": "unchanged, as written",
-    r"(?<!for\s)stands?(?! (for|alone|still|in for)\b)|stood": "is",
+    r"(?<!for\s)stands?(?!-| (for|alone|still|in for)\b)|stood": "is",
     r"others than|otherwise than|other than as|held against|holds? against": "differs from, compare with",
     r"(is|are|was|were) of(?! (the same|type|use|no use|course|shape|length|size)\b)": "comes from, was measured on",
     r"all that (is|are)|what (of|is left|is there)": "the remaining, the rest, which parts",
