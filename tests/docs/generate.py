@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -225,11 +226,12 @@ def _directory(directory: Path) -> str:
 
 
 def first_line(file: Path) -> str:
-    """What a file says of itself first."""
+    """Return the first line of a module's docstring, or the first sentence of a configuration's comment."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else ""
+    comment = " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line[:2] == "# ", text.splitlines()))
+    return re.split(r"(?<=\.) ", comment)[0]
 
 
 # --- benchmarks.md ----------------------------------------------------------------------------------------------
