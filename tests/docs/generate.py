@@ -95,14 +95,19 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 
 def calls() -> str:
-    """The calls of a step."""
+    """Return the table of a step's calls."""
 
     def rows() -> Iterator[Sequence[str]]:
         for call in STEP:
-            columns = (", ".join(names) for names in (call.reads, call.optional, call.writes))
-            yield f"`{call.role}.{call.method}`", *columns, call.when
+            reads, optional, writes = (", ".join(names) for names in (call.reads, call.optional, call.writes))
+            yield (
+                f"`{call.role}.{call.method}`",
+                f"{reads}; if present: {optional}" if optional else reads,
+                writes,
+                call.when,
+            )
 
-    return table(("call", "reads", "reads if present", "writes", "when"), rows())
+    return table(("call", "reads", "writes", "when"), rows())
 
 
 def columns() -> str:

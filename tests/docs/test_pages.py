@@ -60,7 +60,7 @@ def test_every_block_says_whether_it_is_run(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=named)
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
-    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+    for file, name in re.findall(r"[`[](tests/[\w/]+\.py)(?:::|\]\(\S+\) `)(\w+)`", page.read_text()):
         assert f"\ndef {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
     named_alone = re.findall(r"`(test_\w{3,})`", page.read_text())
     assert [name for name in named_alone if name not in names_of_tests()] == []
@@ -165,6 +165,20 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     links = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
     paths = [path for code in CODE.findall(text) for path in PATH.findall(code) if not (ROOT / path).exists()]
     assert links + paths == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=named)
+def test_anchors_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", BLOCK.sub("", page.read_text(encoding="utf-8")))
+    assert [
+        f"{link}#{anchor}" for link, anchor in links if anchor not in anchors(page.parent / link if link else page)
+    ] == []
+
+
+def anchors(page: Path) -> list[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 @pytest.mark.parametrize("page", pages(), ids=named)
