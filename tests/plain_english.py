@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COVERED = ("README.md", "CONTRIBUTING.md", "docs/README.md")  # to come: CHANGELOG.md docs configs launch, mrl tests
+COVERED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "launch")  # later "mrl", "tests"
 TURNS = {
     r"(one|those|that) (that|which)|those who": "name the thing",
     r"(?<!#\s)(?-i:What|Whoever|Whatever)\b(?![^.]*\?)|who(so)?ever|whatever|whichever": "begin with a verb or noun",
