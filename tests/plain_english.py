@@ -16,26 +16,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COVERED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "launch")  # later "mrl", "tests"
 TURNS = {
-    r"(one|those|that) (that|which)|those who": "name the thing",
+    r"(one|those|that) (that|which)|those who|(say|know|ask|want)s? nothing": "name the thing",
     r"(?<!#\s)(?-i:What|Whoever|Whatever)\b(?![^.]*\?)|who(so)?ever|whatever|whichever": "begin with a verb or noun",
     r"beside|of (its|their|his) own": "next to, besides; its own X, a separate X",
     r"(go|goes|going|gone|went) on(?! (a|an|the|its|one|to|each|every|devices|GPUs)\b)": "continue",
     r"nor|be they|be it|and so (is|are|was|were|do|does|did|would|will|has|have)": "or, and not, also",
     r"lack(s|ed|ing)?|there (is|are|was|were) none|(is|are|was|were) not there": "is missing, has no, does not exist",
     r"(tells?|told|said)(?! (apart|whether))": "shows, reports, means",
-    r"as (it|they) (is|are|was|were|stands?)(?=\s*([.,;:)]|\Z))": "unchanged, as written",
-    r"(?<!for\s)stands?(?!-| (for|alone|still|in for)\b)|stood": "is",
+    r"as (it|they) (is|are|was|were)(?=\s*([.,;:)]|\Z))|(?<!for\s)stands?(?!-| (for|alone)\b)|stood": "unchanged; is",
     r"others than|otherwise than|other than as|held against|holds? against": "differs from, compare with",
     r"(is|are|was|were) of(?! (the same|type|use|no use|course|shape|length|size)\b)": "comes from, was measured on",
-    r"all that (is|are)|what (of|is left|is there)": "the remaining, the rest, which parts",
-    r"there(of|upon|after|with)|where(of|upon|with)|at the (most|least)": "of it, then, with it, at most",
-    r"(all|none|nothing|every\w*|no \w+) but|(is|are|was|were) to be": "except, only; must be, will be",
+    r"all that (is|are)|what (of|is left|is there)|(there|where)(of|upon|after|with)": "the rest, which parts; of it",
+    r"(all|none|nothing|every\w*|no \w+) but|(is|are|was|were) to be|at the (most|least)": "except; must be; at most",
     r"anew|for ever|kin|mend(s|ed|ing)?|lets? go|somebody|nobody|everybody": "again, forever, fix, drop, no process",
-    r"(say|know|ask|want)s? nothing": "say what is missing",
 }
 _TURN = [(re.compile(rf"\b(?:{turn})\b".replace(" ", r"\s+"), re.I), plain) for turn, plain in TURNS.items()]
 _UNREAD = re.compile(r"<!-- made: .*?<!-- end -->|``[^`\n].*?``|`[^`\n]+`", re.DOTALL)
-_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def texts(text: str, suffix: str) -> Iterator[tuple[int, str]]:
@@ -46,7 +42,7 @@ def texts(text: str, suffix: str) -> Iterator[tuple[int, str]]:
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         yield from ((token.start[0], token.string.strip("# ")) for token in tokens if token.type == tokenize.COMMENT)
     else:
-        yield 1, _FENCE.sub(lambda fence: re.sub(r"(?m)^((?!.* # ).*|.*? # )", "", fence[0]), text)
+        yield 1, re.sub(r"(?ms)^```.*?^```$", lambda it: re.sub(r"(?m)^((?!.* # ).*|.*? # )", "", it[0]), text)
 
 
 def hits(tree: str) -> Iterator[str]:
