@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COVERED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "launch")  # later "mrl", "tests"
+EXAMPLES = ("plain_english.py", "test_architecture.py")  # hold bad examples
 TURNS = {
     r"(one|those|that) (that|which)|those who|(say|know|ask|want)s? nothing": "name the thing",
     r"(?<!#\s)(?-i:What|Whoever|Whatever)\b(?![^.]*\?)|who(so)?ever|whatever|whichever": "begin with a verb or noun",
@@ -47,8 +48,8 @@ def texts(text: str, suffix: str) -> Iterator[tuple[int, str]]:
 
 def hits(tree: str) -> Iterator[str]:
     """Yield each turn in the files of a tree: its place, its words, and what to write."""
-    kept = (file for file in (ROOT / tree, *(ROOT / tree).rglob("*.*")) if file.suffix in (".md", ".py", ".yaml"))
-    for file in sorted(file for file in kept if file.name != Path(__file__).name):
+    files = sorted((ROOT / tree, *(ROOT / tree).rglob("*.*")))
+    for file in (file for file in files if file.suffix in (".md", ".py", ".yaml") and file.name not in EXAMPLES):
         for first, text in texts(file.read_text(encoding="utf-8"), file.suffix):
             read = _UNREAD.sub(lambda gone: "`" + re.sub(r"[^\n]", "", gone[0]) + "`", text)
             for turn, plain in ((turn, plain) for pattern, plain in _TURN for turn in pattern.finditer(read)):

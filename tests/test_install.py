@@ -1,4 +1,4 @@
-"""`make install-cuda` looks at the machine before it downloads anything, and says what lacks, where, and what to do."""
+"""`make install-cuda` checks the machine before it downloads anything, and reports what is missing and the fix."""
 
 from __future__ import annotations
 

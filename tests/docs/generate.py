@@ -1,6 +1,6 @@
-"""What the pages say of the code, made from the code: `python -m tests.docs.generate` writes it into them.
+"""Generate the parts of the pages that follow from the code: `python -m tests.docs.generate` writes them.
 
-It stands between `<!-- made: NAME -->` and `<!-- end -->`; what stands outside is written by hand.
+These parts are between `<!-- made: NAME -->` and `<!-- end -->`. All other text is written by hand.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ COLUMNS = {
 
 
 def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
@@ -111,7 +111,7 @@ def calls() -> str:
 
 
 def columns() -> str:
-    """Every column that workers read or write, with who writes it."""
+    """List every column that workers read or write, with its writers."""
     writers: dict[str, list[str]] = {}
     known = set()
     for call in STEP:
@@ -135,14 +135,14 @@ def schema() -> str:
 
 
 def sft_schema() -> str:
-    """The sections of `mrl sft` that are its own."""
+    """List the sections that only `mrl sft` has."""
     listed: dict[type, KeyPath] = {}
     list(_sections(Config, (), listed))
     return "".join(_sections(SftConfig, (), listed))
 
 
 def preference_schema() -> str:
-    """The sections that tell `mrl rm` and `mrl dpo` from `mrl sft`."""
+    """List the sections that distinguish `mrl rm` and `mrl dpo` from `mrl sft`."""
     return "".join(
         f"\n### `{name}`, for `mrl {verb}`\n\n{''.join(_sections(section, (name,), {})).lstrip()}"
         for name, verb, section in (("reward", "rm", RewardLossConfig), ("preference", "dpo", DpoLossConfig))
@@ -155,7 +155,7 @@ def site_schema() -> str:
 
 
 def names() -> str:
-    """Every name that a key knows beside `package.module:attribute`."""
+    """List the names that each key accepts in addition to `package.module:attribute`."""
     known: dict[str, Iterable[str]] = {
         "algorithm.advantage": ADVANTAGES,
         "algorithm.loss.policy": POLICY_LOSSES,
@@ -258,13 +258,13 @@ def sweep() -> str:
 
 
 def layers() -> str:
-    """What may import what."""
+    """List the layers, lowest first."""
     rows = ((f"{number}", ", ".join(f"`{unit}`" for unit in sorted(units))) for number, units in enumerate(LAYERS, 1))
     return table(("from the bottom", ""), rows)
 
 
 def budgets() -> str:
-    """How large what may be."""
+    """List the limits of files, functions, classes and parameters."""
     rows = (
         ("file", f"{MAX_FILE_LINES} lines", f"median {MEDIAN_FILE_LINES}"),
         ("function", f"{MAX_FUNCTION_LINES} lines", f"{SHORT_FUNCTIONS:.0%} under {SHORT_FUNCTION_LINES}"),
@@ -498,12 +498,12 @@ MAKERS: dict[str, Callable[[], str]] = {
 
 
 def renewed(text: str) -> str:
-    """A page with everything that is made from the code made anew."""
+    """Return a page with all generated parts generated again."""
     return _MADE.sub(lambda found: found[1] + MAKERS[found[2]]() + found[3], text)
 
 
 def names_in(text: str) -> list[str]:
-    """What a page has made from the code."""
+    """Return the names of the generated parts of a page."""
     return [found[2] for found in _MADE.finditer(text)]
 
 

@@ -75,7 +75,7 @@ PICTURES = {"panel.svg": panel, "demo.svg": demo}
 
 
 def _terminal(lines: Sequence[str]) -> Iterator[str]:
-    """Each line as wide as its letters are many, whatever font is there."""
+    """Yield lines whose width depends on their number of letters, not on the font."""
     for number, line in enumerate(lines):
         if line.strip():
             begin = len(line) - len(line.lstrip())
