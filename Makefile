@@ -1,9 +1,9 @@
-# Everything a developer runs. A fresh clone needs Python 3.11 or 3.12 and nothing else: each target first makes
-# .venv (a few minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
+# All commands for developers. A fresh clone needs only Python 3.11 or 3.12: each target first creates .venv (a few
+# minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
 .PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts sweep sweep-part test-extras test-py312 test-contracts refresh-contracts lint bench docs clean
 
-# An environment that stands keeps its Python; otherwise the first that really runs and can make environments.
+# An existing environment keeps its Python; otherwise use the first one that runs and can create environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for python in .venv/bin/python python3.11 python3.12 python3; do \
             if $$python -c '$(SUPPORTED)' >/dev/null 2>&1; then echo $$python; break; fi; done)
@@ -13,67 +13,67 @@ PYTHON312 ?= python3.12
 help: ## print this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-# $(call environment,NAME): the environment of that name, made or brought up to date.
+# $(call environment,NAME): create the environment NAME, or update it.
 define environment
 	@python='$(PYTHON)'; if [ -z "$$python" ]; then \
-	  echo "No Python 3.11 or 3.12 with venv found. Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
+	  echo "No Python 3.11 or 3.12 with venv found. Install one, or set PYTHON: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; \
 	  exit 1; fi; "$$python" -I launch/install.py $(1)
 endef
 
-install: ## make .venv with the whole CPU stack; nothing to do when it is complete
+install: ## create .venv with the whole CPU stack; does nothing if it is complete
 	$(call environment,)
 
-install-cuda: ## make .venv-cuda for NVIDIA GPUs: Python 3.12, a driver from 580 on (or DRIVER=elsewhere), a C++ compiler
+install-cuda: ## create .venv-cuda for NVIDIA GPUs; needs Python 3.12, a driver 580 or later (or DRIVER=elsewhere), a C++ compiler
 	@$(PYTHON312) -I launch/install.py .venv-cuda $(DRIVER)
 
-demo: install ## train a small model on this machine, to see it work
+demo: install ## train a small model on this machine
 	@$(BIN)/mrl demo
 
 UNIT := algos config data models protocol plan cli
-unit: ## the quick tests that need no Ray, Megatron or vLLM, in an environment without them: a minute
+unit: ## the quick tests without Ray, Megatron and vLLM, in an environment without them: a minute
 	$(call environment,.venv-unit)
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 MRL_ALGO_CASES=50 MRL_FUZZ_S=0.3 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
 
 JOBS := 2
 PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
-test: install ## all tests but the slow ones, two files at a time (JOBS=1: one), each package in its minutes
+test: install ## all tests except the slow ones, two files at a time (JOBS=1: one), with a time limit per package
 	MRL_TEST_BUDGETS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
 test-slow: install ## the slow tests, two files at a time (JOBS=1: one)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not on_demand"
 
-test-presets: install ## every preset's twin: the same switches on a small model, beside a plain run
+test-presets: install ## every preset's twin: the same switches on a small model, compared with a plain run
 	$(BIN)/python -m pytest tests/presets
 
-test-hosts: install ## runs over hosts with addresses of their own, in network namespaces: needs root or user namespaces
+test-hosts: install ## runs over hosts with separate addresses, in network namespaces: needs root or user namespaces
 	$(BIN)/python -m pytest tests/hosts
 
-sweep: install ## what no submission waits for: every ending at every moment, every write, all layouts and twins; four hours
+sweep: install ## tests too long for each change: every ending at every moment, every write, all layouts and twins; four hours
 	MRL_SWEEP_RECORD=1 $(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
 	$(BIN)/python -m tests.endings.endings
 
 PART := commit
-sweep-part: install ## a twelfth of the sweep, another one for each commit (PART=3/12: that one), in 6 minutes (MINUTES=6)
+sweep-part: install ## one twelfth of the sweep, chosen by the commit (or PART=3/12), in 6 minutes (MINUTES=6)
 	MRL_SWEEP_PART=$(PART) MRL_SWEEP_MINUTES=$(or $(MINUTES),6) MRL_SWEEP_RECORD=1 $(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
 
-test-extras: install ## the tests of what is optional, with all of it installed into .venv-extras
+test-extras: install ## the tests of optional features, with all optional packages in .venv-extras
 	@cmp -s requirements-extras.txt .venv-extras/complete || { rm -rf .venv-extras && $(BIN)/python -m pip install --quiet --no-deps \
 	  --disable-pip-version-check --target .venv-extras --requirement requirements-extras.txt \
 	  && cp requirements-extras.txt .venv-extras/complete; }
 	PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/rewards/test_functions.py tests/data/test_reasoning_gym.py tests/observe/test_trackers.py tests/agents/test_frameworks.py
 
-test-py312: ## parity table, engine and twins of presets once more: Python 3.12, megatron-core 0.19, torch for CUDA
+test-py312: ## parity table, engine and twins of presets with Python 3.12, megatron-core 0.19, torch for CUDA
 	@$(PYTHON312) -I launch/install.py .venv-py312
 	.venv-py312/bin/python -m pytest tests/engine tests/models tests/verify tests/presets/test_training.py
 	.venv-py312/bin/python benchmarks/parity.py --json benchmarks/results/parity-py312.json
 
-test-contracts: install ## what CUDA needs of its libraries, looked up in their sources, which are read from the package index
+test-contracts: install ## what CUDA code needs from its libraries, checked in their sources from the package index
 	$(BIN)/python -m pytest tests/contracts
 
-refresh-contracts: install ## look all of that up again, and store it for where the package index does not answer
+refresh-contracts: install ## repeat these look-ups, and store them for use without the package index
 	$(BIN)/python -m tests.contracts.refresh
 
-lint: ## style and the rules of the house, in an environment of their own
+lint: ## style, language and the rules of CONTRIBUTING.md, in a separate environment
 	$(call environment,.venv-lint)
 	.venv-lint/bin/ruff check .
 	.venv-lint/bin/ruff format --check .
@@ -86,7 +86,7 @@ types: install ## types
 bench: install ## every benchmark in turn, in about half an hour; results in benchmarks/results
 	$(BIN)/python benchmarks/everything.py
 
-docs: install ## write anew what of the documentation follows from the code
+docs: install ## regenerate the parts of the documentation that follow from the code
 	$(BIN)/python -m tests.docs.generate
 	$(BIN)/python -m tests.launch.examples
 

@@ -1,12 +1,12 @@
-"""Makes `.venv`, the environment of `make`, or the one named: `make install` runs this with the Python it shall have.
+"""Create `.venv`, or the environment named by the first argument. `make install` runs this with the Python to use.
 
-`.venv-lint` and `.venv-unit` are small: what `make lint` and `make unit` need, in the versions that `.venv` has.
-`.venv-cuda` is for NVIDIA GPUs. What the machine itself must have for it is looked for before anything is downloaded;
-not the driver where a second argument, `elsewhere`, says that it is on the machines that share this directory or image.
+`.venv-lint` and `.venv-unit` are small: the packages of `make lint` and `make unit`, in the versions of `.venv`.
+`.venv-cuda` is for NVIDIA GPUs. Before anything is downloaded, the machine is checked for its requirements; with the
+second argument `elsewhere`, not for the driver, because other machines with the GPUs share this directory or image.
 
-An environment counts only when its stamp does: the stamp is written last, and holds a digest of everything that
-the environment was made from. Anything else, such as what an interrupted installation leaves, is removed and made
-again. Uses the standard library alone.
+An environment is complete only if its stamp matches. The stamp is written last, and holds a digest of everything that
+the environment was made from. Anything else, such as the rest of an interrupted installation, is removed and created
+again. This script uses only the standard library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = {".venv-lint": "requirements-lint.txt", ".venv-unit": "requirements-unit
 REQUIREMENTS = (ROOT / SMALL[ENVIRONMENT.name],) if ENVIRONMENT.name in SMALL else PINS
 OLDEST_DRIVER = 580  # for CUDA 13
 CUDA_ROOM_GB = 15
-PYTHON = os.path.realpath(sys.executable)  # now: sys.executable may be a link inside the environment that gets removed
+PYTHON = os.path.realpath(sys.executable)  # resolved now: it may be a link inside the environment that is removed
 STACK = "torch, transformers, vllm, ray, megatron.core, omegaconf, tensordict, pyarrow, pytest, mrl"
 MUST_IMPORT = {
     ".venv-lint": "pytest",
@@ -51,8 +51,8 @@ def main() -> int:
     stamp = STAMP.read_text() if STAMP.is_file() else ""
     if stamp == f"{stack}\n{package}\n":
         return 0
-    if FOR_CUDA and (lacks := list(missing_for_cuda("elsewhere" in sys.argv[2:]))):
-        print("nothing has been downloaded; this machine lacks", *lacks, sep="\n  ", file=sys.stderr)
+    if FOR_CUDA and (missing := list(missing_for_cuda("elsewhere" in sys.argv[2:]))):
+        print("nothing has been downloaded; missing on this machine:", *missing, sep="\n  ", file=sys.stderr)
         return 2
     try:
         STAMP.unlink(missing_ok=True)
@@ -62,7 +62,7 @@ def main() -> int:
             pip(lock, "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
         run(lock, str(ENVIRONMENT / "bin" / "python"), "-W", "ignore", "-c", f"import {MUST_IMPORT}")
     except (subprocess.CalledProcessError, KeyboardInterrupt) as error:
-        print(f"The installation did not finish; the next `make` starts it afresh.\n  {error!r}", file=sys.stderr)
+        print(f"The installation did not finish; the next `make` starts it again.\n  {error!r}", file=sys.stderr)
         return 1
     unfinished = STAMP.with_suffix(".part")
     unfinished.write_text(f"{stack}\n{package}\n")
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def wait_for(lock: int) -> None:
-    """Hold `lock` until this process and all that it starts have ended."""
+    """Hold `lock` until this process and all its descendants have ended."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -81,7 +81,7 @@ def wait_for(lock: int) -> None:
 
 
 def digest(*files: Path) -> str:
-    """What the environment depends on: these files, the Python, and where it all lies (scripts hold the path)."""
+    """Return a digest of these files, the Python, and the location (scripts contain its path)."""
     whole = hashlib.sha256(f"{sys.version}\n{ROOT}\n".encode())
     for file in files:
         whole.update(file.read_bytes())
@@ -89,33 +89,33 @@ def digest(*files: Path) -> str:
 
 
 def missing_for_cuda(driver_is_elsewhere: bool) -> Iterator[str]:
-    """What the machine lacks for `.venv-cuda`: what it is, where it was looked for, and what would help.
+    """Yield each missing requirement of `.venv-cuda`: its name, where it was searched, and a fix.
 
-    CUDA itself, its compiler, cuDNN and NCCL with their headers come as packages.
+    CUDA itself, its compiler, cuDNN and NCCL with their headers are installed as packages.
     """
     if sys.version_info[:2] != (3, 12) or platform.machine() != "x86_64":
         here = f"{PYTHON} is {sys.version.split()[0]} on {platform.machine()}"
-        yield f"Python 3.12 on x86_64, which the packages are pinned for: {here}. fix: make install-cuda PYTHON312=PATH"
+        yield f"Python 3.12 on x86_64, for which the packages are pinned: {here}. fix: make install-cuda PYTHON312=PATH"
     if not driver_is_elsewhere:
         driver = first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         if not driver.partition(".")[0].isdigit() or int(driver.partition(".")[0]) < OLDEST_DRIVER:
-            found = f"it says {driver!r}" if driver else "it is not there, or does not answer"
+            answer = f"its answer is {driver!r}" if driver else "nvidia-smi does not exist or does not answer"
             fix = (
                 f"driver {OLDEST_DRIVER} or later; if other machines have the GPUs: make install-cuda DRIVER=elsewhere"
             )
-            yield f"an NVIDIA driver from {OLDEST_DRIVER} on, asked for by nvidia-smi: {found}. fix: {fix}"
+            yield f"an NVIDIA driver {OLDEST_DRIVER} or later, queried with nvidia-smi: {answer}. fix: {fix}"
     compiler = os.environ.get("CXX", "c++")
     if not first_line(compiler, "-std=c++20", "-dM", "-E", "-x", "c++", os.devnull):
-        yield f"a C++20 compiler, looked for as {compiler}. fix: install g++ 11 or later, or name one in CXX"
+        yield f"a C++20 compiler, tried as {compiler}. fix: install g++ 11 or later, or name a compiler in CXX"
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not header.is_file():
-        yield f"Python's headers, looked for as {header}. fix: install python3.12-dev, or another Python in PYTHON312"
+        yield f"Python's headers, expected at {header}. fix: install python3.12-dev, or another Python in PYTHON312"
     if (free_gb := shutil.disk_usage(ROOT).free / 1e9) < CUDA_ROOM_GB:
-        yield f"room: {CUDA_ROOM_GB} GB, of which {ROOT} has {free_gb:.1f}. fix: clone mrl to a larger disk"
+        yield f"disk space: {CUDA_ROOM_GB} GB needed, {free_gb:.1f} GB free at {ROOT}. fix: clone mrl to a larger disk"
 
 
 def first_line(*command: str) -> str:
-    """The first line that a command prints; empty where it is not there, fails or hangs."""
+    """Return the first line that a command prints; empty if it does not exist, fails or hangs."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -124,7 +124,7 @@ def first_line(*command: str) -> str:
 
 
 def make_environment(lock: int) -> None:
-    """A new environment with every pinned package, in place of what may stand there."""
+    """Create a new environment with every pinned package, replacing an existing one."""
     sizes = {".venv-lint": "60 MB", ".venv-unit": "1 GB", ".venv-cuda": "10 GB, half an hour"}
     size = sizes.get(ENVIRONMENT.name, "2.5 GB, a few minutes")
     print(f"installing into {ENVIRONMENT.name}: about {size}, once", flush=True)
@@ -140,38 +140,38 @@ def make_environment(lock: int) -> None:
     if FOR_CUDA:
         build_transformer_engine(lock)
     elif ENVIRONMENT.name != ".venv-lint":
-        # Nothing to add to a CPU build of torch; a CUDA build, which is what some indexes give, needs its libraries.
+        # This adds nothing to a CPU build of torch. Some indexes offer only a CUDA build, which needs its libraries.
         pip(lock, pinned("torch"))
 
 
 def build_transformer_engine(lock: int) -> None:
-    """Build its extension against the torch of the environment, with the headers of the environment's packages."""
+    """Build its extension against the environment's torch, with the headers of the environment's packages."""
     cuda = ENVIRONMENT / "lib" / "python3.12" / "site-packages" / "nvidia" / "cu13"
     os.environ |= {
-        "CUDA_HOME": str(cuda),  # else what the machine may have of another version comes first
+        "CUDA_HOME": str(cuda),  # otherwise another version on the machine comes first
         "NVTE_BUILD_USE_NVIDIA_WHEELS": "1",
         "NVTE_FRAMEWORK": "pytorch",
-        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # else a ready one is looked for outside of the package index
-        "NVTE_WITH_NCCL_EP": "0",  # wants a later NCCL than torch has
+        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # otherwise it looks for a built one outside of the package index
+        "NVTE_WITH_NCCL_EP": "0",  # needs a later NCCL than torch has
     }
-    os.environ.setdefault("MAX_JOBS", str(min(8, len(os.sched_getaffinity(0)))))  # each takes a GB and more
+    os.environ.setdefault("MAX_JOBS", str(min(8, len(os.sched_getaffinity(0)))))  # each needs 1 GB or more
     extension = pinned("transformer_engine").replace("transformer_engine", "transformer_engine_torch")
     pip(lock, "--no-deps", "--no-build-isolation", extension)
 
 
 def pinned(name: str) -> str:
-    """The line of the requirements that has this package."""
+    """Return the line of the requirements for this package."""
     return next(line for line in PINS[0].read_text().splitlines() if line.startswith(f"{name}=="))
 
 
 def pip(lock: int, *arguments: str) -> None:
-    """`pip install` inside the environment."""
+    """Run `pip install` inside the environment."""
     python = str(ENVIRONMENT / "bin" / "python")
     run(lock, python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
 
 
 def run(lock: int, *command: str) -> None:
-    """Run a command that keeps the lock open, so that not even an orphan of it can write beside a second installer."""
+    """Run a command that inherits the lock, so that a second installer waits even for an orphan of it."""
     subprocess.run(command, check=True, pass_fds=[lock], stdin=subprocess.DEVNULL)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import house_rules
+from tests import house_rules, plain_english
 from tests.house_rules import Source
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +72,33 @@ def test_no_text_file_names_a_path_of_somebodys_machine() -> None:
     }
     complaints = [complaint for path, text in texts.items() for complaint in house_rules.machine_paths(path, text)]
     assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("tree", plain_english.COVERED)
+def test_text_is_plain_english(tree: str) -> None:
+    hits = list(plain_english.hits(tree))
+    assert not hits, "\n".join(hits)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("page.md", "Ranks that end, and\nthose that\nstay", ['2: "those that"']),
+        (
+            "page.md",
+            "A run\n\ngoes on. It stands for `one that` of\n<!-- made: x -->\ntold\n<!-- end -->\n",
+            ['3: "goes on"'],
+        ),
+        ("page.md", "```bash\nnor # a\nmrl  # as it is\n```\n", ['3: "as it is"']),
+        ("page.md", "# What it is\n\nWhat is it? The weights go on the device.", []),
+        ("a.py", '"""What it holds."""\nx = f"{x} lacks it"  # anew', ['1: "What"', '2: "lacks"', '2: "anew"']),
+        ("a.yaml", "# a plan\nkey: 1  # of its own", ['2: "of its own"']),
+    ],
+)
+def test_turns_of_phrase_are_found_with_their_lines(name: str, text: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    found = [hit.removeprefix(f"{tmp_path / name}:").rpartition(": ")[0] for hit in plain_english.hits(str(tmp_path))]
+    assert sorted(found) == sorted(words)
 
 
 LONG_FUNCTION = "def work():\n" + "    step()\n" * 60

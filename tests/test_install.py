@@ -1,4 +1,4 @@
-"""`make install-cuda` looks at the machine before it downloads anything, and says what lacks, where, and what to do."""
+"""`make install-cuda` checks the machine before it downloads anything, and reports what is missing and the fix."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_each_thing_that_lacks_is_named_with_what_helps(
     lacks = list(installer.missing_for_cuda(False))
     assert [lack.partition(",")[0].partition(":")[0] for lack in lacks] == [
         "Python 3.12 on x86_64",
-        "an NVIDIA driver from 580 on",
+        "an NVIDIA driver 580 or later",
         "a C++20 compiler",
         "Python's headers",
-        "room",
+        "disk space",
     ]
     assert "'575.57.08'" in lacks[1]
     assert all(". fix: " in lack for lack in lacks)
@@ -76,6 +76,6 @@ def test_nothing_is_made_where_something_lacks(tmp_path: Path) -> None:
         env={"PATH": "/usr/bin:/bin", "CXX": "no-such-compiler"},
     )
     assert ran.returncode == 2
-    assert "nothing has been downloaded; this machine lacks\n" in ran.stderr
-    assert "looked for as no-such-compiler" in ran.stderr
+    assert "nothing has been downloaded; missing on this machine:\n" in ran.stderr
+    assert "tried as no-such-compiler" in ran.stderr
     assert not (tmp_path / ".venv-cuda").exists()

@@ -1,4 +1,4 @@
-"""What stands around the code says the same as the code: continuous integration, version, licence, templates."""
+"""Workflow, version, license and issue templates agree with the code."""
 
 from __future__ import annotations
 

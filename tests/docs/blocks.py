@@ -2,9 +2,9 @@
 
 python test, bash test       run, in the order of the page, in one directory
 LANGUAGE name.ext            a file of that directory, for the blocks that follow
-bash minutes, bash cluster   not run: it installs, trains, or needs machines that a test does not have; what mrl is
-                             asked there is parsed, and presets are loaded with their overrides
-text                         something to look at
+bash minutes, bash cluster   not run: it installs, trains, or needs machines that a test does not have; its mrl
+                             commands are parsed, and presets are loaded with their overrides
+text                         shown only
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Block:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a file for the blocks that follow."""
+        """Whether the block is a file for the blocks that follow."""
         return _FILE.fullmatch(self.kind) is not None
 
     @property
     def has_known_kind(self) -> bool:
-        """Whether somebody decided what becomes of it."""
+        """Whether its kind says if it is run."""
         return self.is_file or self.kind in RUN or self.kind in NOT_RUN
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Block:
 
 
 def mrl_commands(block: Block) -> Iterator[list[str]]:
-    """The words of each line of a block that begins with `mrl`, up to where the shell takes over."""
+    """Yield the words of each line that begins with `mrl`, up to the first shell operator."""
     for line in block.code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["mrl"]:
@@ -62,19 +62,19 @@ def mrl_commands(block: Block) -> Iterator[list[str]]:
 
 
 def pages() -> list[Path]:
-    """All pages, the first of them included."""
+    """Return all pages, README and CONTRIBUTING included."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
-    """The code blocks of a page, in order."""
+    """Yield the code blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     for found in _FENCE.finditer(text):
         yield Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
 
 
 def run_page(page: Path, directory: Path) -> None:
-    """Run what is to be run of a page in `directory`."""
+    """Run the blocks of a page that a test can run, in `directory`."""
     environment = _furnish(directory)
     for block in blocks_of(page):
         if block.is_file:
@@ -84,7 +84,7 @@ def run_page(page: Path, directory: Path) -> None:
 
 
 def _furnish(directory: Path) -> dict[str, str]:
-    """What a reader has: the presets, and `mrl` as an installed command, which looks for no modules here by itself."""
+    """Provide presets, and `mrl` as an installed command that does not search the current directory for modules."""
     for name in ("configs", "launch"):
         (directory / name).symlink_to(ROOT / name)
     command = directory / "bin" / "mrl"
@@ -97,7 +97,7 @@ def _furnish(directory: Path) -> dict[str, str]:
 
 
 def run_block(block: Block, directory: Path, environment: dict[str, str]) -> None:
-    """Run one block, which must succeed."""
+    """Run one block, and fail if it fails."""
     if block.kind.startswith("bash"):
         command = ["bash", "-euo", "pipefail", "-c", block.code]
     else:

@@ -1,6 +1,6 @@
-"""What the pages say of the code, made from the code: `python -m tests.docs.generate` writes it into them.
+"""Generate the parts of the pages that follow from the code: `python -m tests.docs.generate` writes them.
 
-It stands between `<!-- made: NAME -->` and `<!-- end -->`; what stands outside is written by hand.
+These parts are between `<!-- made: NAME -->` and `<!-- end -->`. All other text is written by hand.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -52,40 +53,40 @@ from tests.sweep import RECORD
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FROM_ELSEWHERE = {
     "response_mask": "conversations of environments, and the rows of `mrl sft`",
-    "baseline_scores": "rollout and rewards, of a greedy answer",
+    "baseline_scores": "rollout and rewards, for a greedy answer",
     "position": "the trainer",
 }
 
 COLUMNS = {
-    "prompts": ("tokens", "the prompt as it was encoded and cut"),
-    "responses": ("tokens", "what the engine wrote, its end token included"),
-    "response_mask": ("tokens", "which response tokens the model wrote; without it, all"),
+    "prompts": ("tokens", "the prompt after encoding and truncation"),
+    "responses": ("tokens", "the engine's tokens, including the end token"),
+    "response_mask": ("tokens", "which response tokens the model wrote; if missing, all"),
     "rollout_log_probs": ("tokens", "log-prob of each response token by the engine that drew it"),
-    "staleness": ("tokens", "how many updates old the weights are that drew each token; there with asynchrony.ahead"),
-    "old_log_probs": ("tokens", "the same by the trainer, before the first update of the step"),
-    "ref_log_probs": ("tokens", "the same by the policy as it was before training"),
+    "staleness": ("tokens", "age in updates of the weights that drew each token; present with asynchrony.ahead"),
+    "old_log_probs": ("tokens", "log-prob of each response token by the trainer, before the first update of the step"),
+    "ref_log_probs": ("tokens", "log-prob of each response token by the policy from before training"),
     "values": ("tokens", "the critic's value of the state before each response token"),
-    "advantages": ("tokens", "how much better each token did than expected"),
-    "returns": ("tokens", "what the critic is trained towards"),
+    "advantages": ("tokens", "how much better each token was than expected"),
+    "returns": ("tokens", "the critic's training target"),
     "scores": ("one number", "the reward of the response: the weighted sum of the functions and the reward model"),
     "rm_scores": (
         "one number",
-        "what the reward model says of the response; the driver scales it and adds it to the scores",
+        "the reward model's score of the response; the driver scales it and adds it to `scores`",
     ),
     "teacher_log_probs": (
         "tokens",
         "log-prob of each response token by the teacher, at rollout.temperature",
     ),
-    "teacher_top_ids": ("tokens", "which tokens the teacher finds the likeliest in the place of each response token"),
-    "teacher_top_log_probs": ("tokens", "their log-probs, and in the last column that of all other tokens together"),
-    "teacher_hidden": ("tokens", "the teacher's hidden state that its distribution of each response token is made of"),
+    "teacher_top_ids": ("tokens", "the teacher's most likely tokens at each response position"),
+    "teacher_top_log_probs": ("tokens", "log-probs of `teacher_top_ids`; last, that of all other tokens together"),
+    "teacher_hidden": ("tokens", "the teacher's hidden state that gives its distribution of each response token"),
     "baseline_scores": ("one number", "ReMax: the score of the greedy answer to the same prompt"),
-    "position": ("one number", "where the row stands in the batch, so that shards can be put together"),
+    "position": ("one number", "the row's position in the batch, so that shards can be joined"),
 }
 
 
 def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """A table of Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
@@ -94,18 +95,23 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 
 def calls() -> str:
-    """The calls of a step."""
+    """Return the table of a step's calls."""
 
     def rows() -> Iterator[Sequence[str]]:
         for call in STEP:
-            columns = (", ".join(names) for names in (call.reads, call.optional, call.writes))
-            yield f"`{call.role}.{call.method}`", *columns, call.when
+            reads, optional, writes = (", ".join(names) for names in (call.reads, call.optional, call.writes))
+            yield (
+                f"`{call.role}.{call.method}`",
+                f"{reads}; if present: {optional}" if optional else reads,
+                writes,
+                call.when,
+            )
 
-    return table(("call", "reads", "reads where it is there", "writes", "when"), rows())
+    return table(("call", "reads", "writes", "when"), rows())
 
 
 def columns() -> str:
-    """Every column that workers read or write, with who writes it."""
+    """List every column that workers read or write, with its writers."""
     writers: dict[str, list[str]] = {}
     known = set()
     for call in STEP:
@@ -117,7 +123,7 @@ def columns() -> str:
         (f"`{name}`", *words, ", ".join(writers.get(name, [_FROM_ELSEWHERE.get(name, "rollout and rewards")])))
         for name, words in COLUMNS.items()
     )
-    return table(("column", "per row", "what it is", "written by"), rows)
+    return table(("column", "per row", "content", "written by"), rows)
 
 
 # --- configure.md -----------------------------------------------------------------------------------------------
@@ -129,16 +135,16 @@ def schema() -> str:
 
 
 def sft_schema() -> str:
-    """The sections of `mrl sft` that are its own."""
+    """List the sections that only `mrl sft` has."""
     listed: dict[type, KeyPath] = {}
     list(_sections(Config, (), listed))
     return "".join(_sections(SftConfig, (), listed))
 
 
 def preference_schema() -> str:
-    """The sections that tell `mrl rm` and `mrl dpo` from `mrl sft`."""
+    """List the sections that distinguish `mrl rm` and `mrl dpo` from `mrl sft`."""
     return "".join(
-        f"\n### `{name}`, of `mrl {verb}`\n\n{''.join(_sections(section, (name,), {})).lstrip()}"
+        f"\n### `{name}`, for `mrl {verb}`\n\n{''.join(_sections(section, (name,), {})).lstrip()}"
         for name, verb, section in (("reward", "rm", RewardLossConfig), ("preference", "dpo", DpoLossConfig))
     )
 
@@ -149,7 +155,7 @@ def site_schema() -> str:
 
 
 def names() -> str:
-    """Every name that a key knows beside `package.module:attribute`."""
+    """List the names that each key accepts in addition to `package.module:attribute`."""
     known: dict[str, Iterable[str]] = {
         "algorithm.advantage": ADVANTAGES,
         "algorithm.loss.policy": POLICY_LOSSES,
@@ -225,11 +231,12 @@ def _directory(directory: Path) -> str:
 
 
 def first_line(file: Path) -> str:
-    """What a file says of itself first."""
+    """Return the first line of a module's docstring, or the first sentence of a configuration's comment."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".py":
         return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    return text.partition("\n")[0].removeprefix("# ") if text.startswith("# ") else ""
+    comment = " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line[:2] == "# ", text.splitlines()))
+    return re.split(r"(?<=\.) ", comment)[0]
 
 
 # --- benchmarks.md ----------------------------------------------------------------------------------------------
@@ -251,13 +258,13 @@ def sweep() -> str:
 
 
 def layers() -> str:
-    """What may import what."""
+    """List the layers, lowest first."""
     rows = ((f"{number}", ", ".join(f"`{unit}`" for unit in sorted(units))) for number, units in enumerate(LAYERS, 1))
     return table(("from the bottom", ""), rows)
 
 
 def budgets() -> str:
-    """How large what may be."""
+    """List the limits of files, functions, classes and parameters."""
     rows = (
         ("file", f"{MAX_FILE_LINES} lines", f"median {MEDIAN_FILE_LINES}"),
         ("function", f"{MAX_FUNCTION_LINES} lines", f"{SHORT_FUNCTIONS:.0%} under {SHORT_FUNCTION_LINES}"),
@@ -297,30 +304,30 @@ def presets() -> str:
 # --- README.md --------------------------------------------------------------------------------------------------
 
 MEASURED = (
-    ("largest difference of a log-prob from transformers', over all layouts and families", "parity", "transformers"),
-    ("tensors that arrived wrong in an engine, over all pairs of layouts that are tried", "reshard", "wrong_tensors"),
-    ("resumes after a kill at a random moment that missed the newest checkpoint", "killed_runs", "resumes"),
-    ("samples with the right outcome though rewards hang and crash", "rewards", "under fire: samples"),
-    ("of nine published runs, those whose step time `mrl plan` meets within 25 %", "plan", "rows predicted"),
-    ("samples per second over TRL's, 30 million parameters, two cores", "end_to_end", "long: samples"),
-    ("the same with 0.6 million parameters", "end_to_end", "tiny: samples"),
+    ("largest difference of a log-prob from transformers, over all layouts and families", "parity", "transformers"),
+    ("tensors that arrived wrong in an engine, over all tested pairs of layouts", "reshard", "wrong_tensors"),
+    ("resumes that missed the newest checkpoint, after kills at random moments", "killed_runs", "resumes"),
+    ("samples with the right outcome while rewards hang and crash", "rewards", "under fire: samples"),
+    ("published runs, out of nine, whose step time `mrl plan` predicts within 25 %", "plan", "rows predicted"),
+    ("samples per second relative to TRL, 30 million parameters, two cores", "end_to_end", "long: samples"),
+    ("samples per second relative to TRL, 0.6 million parameters, two cores", "end_to_end", "tiny: samples"),
 )
-"""What is said -> the benchmark, and words of the goal whose figure it is."""
+"""Words of the README, the benchmark, and a part of the name of the goal whose figure is shown."""
 
 
 def demo() -> str:
-    """What the recorded run of the demo came to."""
+    """The result of the recorded run of the demo."""
     run = recorded()
     before, after = (metrics for metrics in run["steps"] if SOLVED in metrics)
     return (
-        f"`make demo` on {run['machine']}: {before[SOLVED]:.1%} -> {after[SOLVED]:.1%} of sampled answers to "
-        f"{before['val/prompts']:.0f} problems\nthat are in no training data, in {run['minutes']} minutes. "
-        f"Both pictures are of this run ({run['date']}, {run['commit']}).\n"
+        f"`make demo` on {run['machine']}: {before[SOLVED]:.1%} -> {after[SOLVED]:.1%} correct answers to "
+        f"{before['val/prompts']:.0f} problems outside\nthe training data, in {run['minutes']} minutes. "
+        f"Both pictures show this run ({run['date']}, {run['commit']}).\n"
     )
 
 
 def figures() -> str:
-    """The figures that stand on the first page."""
+    """The figures of the README."""
 
     def rows() -> Iterator[Sequence[str]]:
         found = list(_all_goals())
@@ -329,7 +336,7 @@ def figures() -> str:
             assert ours, f"no goal of {benchmark} is called {words}"
             yield said, ours[0].limit, ours[0].own or ours[0].in_bench, f"`benchmarks/{benchmark}.py`"
 
-    return table(("figure", "goal", "measured", "again"), rows())
+    return table(("figure", "goal", "measured", "measure it again"), rows())
 
 
 PEERS = {
@@ -338,15 +345,15 @@ PEERS = {
     "prime-rl": ("559b447", "2026-08-21", "47,000", "1,616", "669", "29", "not found", "not found"),
     "TRL": ("f2cd577", "2026-07-24", "62,000", "3,374", "894", "-", "yes", "not found"),
 }
-"""Their libraries without tests and examples, counted as ours is; the README says which keys are counted."""
+"""Figures of each peer's library without tests and examples; the README says which keys are counted."""
 COMPARED = (
     *("commit", "date", "lines of Python", "lines of the longest file", "lines of the longest function"),
-    *("keys of a flagship run", "the whole loop on a laptop's CPU", "memory and seconds before the queue"),
+    *("keys of a flagship run", "the whole loop on a laptop's CPU", "memory and step time before the job starts"),
 )
 
 
 def compare() -> str:
-    """mrl beside its peers."""
+    """Compare mrl with its peers."""
     lines = sum(file.read_text(encoding="utf-8").count("\n") for file in (ROOT / "mrl").rglob("*.py"))
     keys = len(list(_leaves(read_chain(str(ROOT / "configs/ppo-llama3.1-70b-8n8g.yaml")).values)))
     longest = (f"<= {MAX_FILE_LINES}", f"<= {MAX_FUNCTION_LINES}")
@@ -366,7 +373,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 # --- docs/benchmarks.md -----------------------------------------------------------------------------------------
 
-MAX_ROWS = 80
+MAX_ROWS = 40
 
 
 @dataclass(frozen=True)
@@ -449,15 +456,12 @@ def _rows(report: dict[str, Any]) -> Iterator[str]:
     before, after = (about[f"load_average_{when}"][0] for when in ("before", "after"))
     gpus = "".join(f"{gpu['name']}, driver {gpu['driver']}; " for gpu in about.get("gpus", ()))
     yield f"{gpus}{about['cpu']}, {about['cores']} cores; load {before:.1f} before, {after:.1f} after.\n"
-    parts = dict.fromkeys(row.get("part") for row in rows[:MAX_ROWS])
-    for part in parts:  # each has its own columns
-        of_part = [row for row in rows[:MAX_ROWS] if row.get("part") == part]
-        columns = list(dict.fromkeys(column for row in of_part for column in row))
-        yield table(columns, ([shown(row.get(column, "")) for column in columns] for row in of_part)) + "\n" * (
-            part != [*parts][-1]
-        )
-    if len(rows) > MAX_ROWS:
-        yield f"{len(rows) - MAX_ROWS} more rows are in the file of results.\n"
+    for part in dict.fromkeys(row.get("part") for row in rows):  # each part has its own columns
+        rows_of_part = [row for row in rows if row.get("part") == part]
+        columns = list(dict.fromkeys(column for row in rows_of_part for column in row))
+        yield table(columns, ([shown(row.get(column, "")) for column in columns] for row in rows_of_part[:MAX_ROWS]))
+        if len(rows_of_part) > MAX_ROWS:
+            yield f"{len(rows_of_part) - MAX_ROWS} more rows are in the results file.\n"
 
 
 def _command(report: dict[str, Any]) -> str:
@@ -505,12 +509,12 @@ MAKERS: dict[str, Callable[[], str]] = {
 
 
 def renewed(text: str) -> str:
-    """A page with everything that is made from the code made anew."""
+    """Return a page with all generated parts generated again."""
     return _MADE.sub(lambda found: found[1] + MAKERS[found[2]]() + found[3], text)
 
 
 def names_in(text: str) -> list[str]:
-    """What a page has made from the code."""
+    """Return the names of the generated parts of a page."""
     return [found[2] for found in _MADE.finditer(text)]
 
 

@@ -64,7 +64,7 @@ def demo() -> str:
     parts.append(f'<polyline points="{line}" fill="none" stroke="#4269d0" stroke-width="2"/>')
     for (x, y), (_, value) in zip((at(*point) for point in solved), solved, strict=True):
         parts.append(f'<circle cx="{x}" cy="{y}" r="5" fill="#ff725c"/>')
-        parts.append(_label(x + 9, y + 4, f"{value:.1%} right", "#c2402b"))
+        parts.append(_label(x + 9, y + 4, f"{value:.1%} correct", "#c2402b"))
     x, y = at(10, 0.68)
     parts.append(_label(x, y, "mean score of the step's samples", "#4269d0"))
     title = f"{run['command']}: PPO, {last} steps; {run['machine']}"
@@ -75,7 +75,7 @@ PICTURES = {"panel.svg": panel, "demo.svg": demo}
 
 
 def _terminal(lines: Sequence[str]) -> Iterator[str]:
-    """Each line as wide as its letters are many, whatever font is there."""
+    """Yield lines whose width depends on their number of letters, not on the font."""
     for number, line in enumerate(lines):
         if line.strip():
             begin = len(line) - len(line.lstrip())

@@ -1,4 +1,4 @@
-"""The pages are true: their code runs, what was made from the code is fresh, and what they name exists."""
+"""The code of the pages runs, generated parts are up to date, and names on the pages exist."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.docs.generate import MAKERS, first_line, names_in, renewed
 from tests.docs.pictures import IMAGES, PICTURES
 
 ELSEWHERE = {"scale.md": "tests/launch/test_scale_page.py"}
-"""Pages whose code another test runs."""
+"""Pages whose code is run by another test."""
 SLOW = {"extend.md"}
-MADE = "=runs/"  # what an earlier command makes
+MADE = "=runs/"  # created by an earlier command
 OVERRIDE = re.compile(r"[a-z][\w.]*=")
 BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -60,7 +60,7 @@ def test_every_block_says_whether_it_is_run(page: Path) -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=named)
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
-    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+    for file, name in re.findall(r"[`[](tests/[\w/]+\.py)(?:::|\]\(\S+\) `)(\w+)`", page.read_text()):
         assert f"\ndef {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
     named_alone = re.findall(r"`(test_\w{3,})`", page.read_text())
     assert [name for name in named_alone if name not in names_of_tests()] == []
@@ -68,14 +68,14 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 
 @cache
 def names_of_tests() -> set[str]:
-    """Of test files, and of the functions in them."""
+    """Return the names of test files and of their functions."""
     files = [*(ROOT / "tests").rglob("test_*.py")]
     functions = [name for file in files for name in re.findall(r"^def (test_\w+)\(", file.read_text(), re.MULTILINE)]
     return {*functions, *(file.stem for file in files)}
 
 
 def try_commands(block: Block, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Parse what mrl is asked in a block, load the presets in it, and return the verbs."""
+    """Parse the mrl commands of a block, load the presets in it, and return the verbs."""
     monkeypatch.chdir(ROOT)
     verbs = []
     for verb, *words in mrl_commands(block):
@@ -134,12 +134,12 @@ def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if names_in(page.read_text())], ids=named)
-def test_what_is_made_from_the_code_is_fresh(page: Path) -> None:
+def test_generated_parts_are_up_to_date(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert renewed(text) == text, "python -m tests.docs.generate makes it anew"
+    assert renewed(text) == text, "run python -m tests.docs.generate"
 
 
-def test_everything_that_is_made_stands_on_a_page_and_is_noticed_when_it_rots() -> None:
+def test_every_generator_is_used_and_stale_text_is_detected() -> None:
     found = [name for page in pages() for name in names_in(page.read_text(encoding="utf-8"))]
     assert sorted(found) == sorted(MAKERS)
     assert renewed("a\n<!-- made: names -->\nold\n<!-- end -->\nb\n").startswith(
@@ -148,19 +148,19 @@ def test_everything_that_is_made_stands_on_a_page_and_is_noticed_when_it_rots() 
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_what_the_recorded_run_shows(name: str) -> None:
+def test_pictures_match_the_recorded_run(name: str) -> None:
     drawn = PICTURES[name]()
-    assert (IMAGES / name).read_text(encoding="utf-8") == drawn, "python -m tests.docs.generate draws it anew"
+    assert (IMAGES / name).read_text(encoding="utf-8") == drawn, "run python -m tests.docs.generate"
     assert len(drawn.encode()) < 60_000
     ElementTree.fromstring(drawn)
 
 
-def test_every_file_of_mrl_says_what_it_is() -> None:
+def test_every_file_of_mrl_has_a_docstring() -> None:
     assert [str(file.relative_to(ROOT)) for file in (ROOT / "mrl").rglob("*.py") if not first_line(file)] == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=named)
-def test_links_and_paths_lead_somewhere(page: Path) -> None:
+def test_links_and_paths_exist(page: Path) -> None:
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     links = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
     paths = [path for code in CODE.findall(text) for path in PATH.findall(code) if not (ROOT / path).exists()]
@@ -168,7 +168,21 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=named)
-def test_no_row_stands_outside_its_table(page: Path) -> None:
+def test_anchors_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", BLOCK.sub("", page.read_text(encoding="utf-8")))
+    assert [
+        f"{link}#{anchor}" for link, anchor in links if anchor not in anchors(page.parent / link if link else page)
+    ] == []
+
+
+def anchors(page: Path) -> list[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("page", pages(), ids=named)
+def test_every_table_row_belongs_to_a_table(page: Path) -> None:
     lines = ["", *BLOCK.sub("", page.read_text(encoding="utf-8")).splitlines(), ""]
     heads = [
         (line, below)
@@ -176,6 +190,11 @@ def test_no_row_stands_outside_its_table(page: Path) -> None:
         if line[:1] == "|" != above[:1]
     ]
     assert [line for line, below in heads if not re.match(r"\| *:?-{3}", below)] == []
+
+
+def test_the_index_links_every_page() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in DOCS.glob("*.md") if page.name != "README.md" and f"]({page.name})" not in index] == []
 
 
 def test_the_readme_begins_with_a_command_and_has_every_verb() -> None:
@@ -198,7 +217,7 @@ def test_every_error_has_its_section_and_its_exit_code() -> None:
     assert sections == {name: str(kind.exit_code) for name, kind in ERRORS.items()}
 
 
-def test_every_message_that_is_explained_can_come() -> None:
+def test_every_explained_message_exists() -> None:
     messages = re.findall(r"^\| `([^`]+)` \|", TROUBLES, re.MULTILINE)
     assert len(messages) > 40
     parts = [(message, part.strip()) for message in messages for part in message.split("...")]
@@ -207,7 +226,7 @@ def test_every_message_that_is_explained_can_come() -> None:
 
 @cache
 def all_text() -> str:
-    """Every string of mrl, with a line feed between those that do not stand together."""
+    """Return every string of mrl, one per line."""
     strings = []
     for file in (ROOT / "mrl").rglob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -223,13 +242,13 @@ VERL = (DOCS / "coming-from-verl.md").read_text(encoding="utf-8")
 
 
 def cells_below(heading: str) -> list[str]:
-    """What stands as code in the second column of the tables below a heading."""
+    """Return the code spans in the second column of the tables below a heading."""
     section = VERL.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
     return [code for row in rows for code in CODE.findall(row[2])]
 
 
-def test_every_key_that_answers_one_of_verl_exists() -> None:
+def test_every_mrl_key_for_a_verl_key_exists() -> None:
     known = {dotted(key.path) for key in (*schema_keys(), *schema_keys(SftConfig))}
     keys = [cell.partition(":")[0].partition("=")[0] for cell in cells_below("Configuration keys")]
     assert len(keys) > 60
@@ -237,7 +256,7 @@ def test_every_key_that_answers_one_of_verl_exists() -> None:
     assert [key for key in keys if key not in known and not free.fullmatch(key)] == []
 
 
-def test_errors_call_the_keys_of_verl_as_the_page_does() -> None:
+def test_errors_and_page_map_verl_keys_alike() -> None:
     section = VERL.partition("\n## Configuration keys\n")[2].partition("\n## ")[0]
     said: dict[str, set[str]] = {}
     for row in (line.split("|") for line in section.splitlines() if line.startswith("| `")):
@@ -259,14 +278,14 @@ def test_new_names_of_verl_that_mrl_lacks_are_not_known_here() -> None:
     assert lacking & {*ADVANTAGES, *POLICY_LOSSES} == set()
 
 
-def test_every_name_that_answers_one_of_verl_exists() -> None:
+def test_every_mrl_name_for_a_verl_name_exists() -> None:
     names = [cell for cell in cells_below("Names") if ":" in cell]
     assert len(names) > 25
     assert [name for name in names if not is_there(name)] == []
 
 
 def is_there(name: str) -> bool:
-    """Whether `package.module:attribute.attribute` stands in the sources; importing all of it would be slow."""
+    """Whether `package.module:attribute.attribute` exists in the sources; importing all of them would be slow."""
     module, _, attributes = name.partition(":")
     file = ROOT / f"{module.replace('.', '/')}.py"
     file = file if file.exists() else file.with_suffix("") / "__init__.py"
