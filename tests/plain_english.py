@@ -17,15 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 COVERED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "launch")  # later "mrl", "tests"
 EXAMPLES = ("plain_english.py", "test_architecture.py")  # hold bad examples
 TURNS = {
-    r"(one|those|that) (that|which)|those who|(say|know|ask|want)s? nothing": "name the thing",
+    r"(one|those|that) (that|which)|those who|(say|know|ask|want)s? nothing|(held|holds?) against": "name it; compare",
     r"(?<!#\s)(?-i:What|Whoever|Whatever)\b(?![^.]*\?)|who(so)?ever|whatever|whichever": "begin with a verb or noun",
-    r"beside|of (its|their|his) own": "next to, besides; its own X, a separate X",
     r"(go|goes|going|gone|went) on(?! (a|an|the|its|one|to|each|every|devices|GPUs)\b)": "continue",
     r"nor|be they|be it|and so (is|are|was|were|do|does|did|would|will|has|have)": "or, and not, also",
     r"lack(s|ed|ing)?|there (is|are|was|were) none|(is|are|was|were) not there": "is missing, has no, does not exist",
     r"(tells?|told|said)(?! (apart|whether))": "shows, reports, means",
+    r"beside|of (its|their|his) own|others than|otherwise than": "next to, besides; a separate X; different from",
     r"as (it|they) (is|are|was|were)(?=\s*([.,;:)]|\Z))|(?<!for\s)stands?(?!-| (for|alone)\b)|stood": "unchanged; is",
-    r"others than|otherwise than|other than as|held against|holds? against": "differs from, compare with",
     r"(is|are|was|were) of(?! (the same|type|use|no use|course|shape|length|size)\b)": "comes from, was measured on",
     r"all that (is|are)|what (of|is left|is there)|(there|where)(of|upon|after|with)": "the rest, which parts; of it",
     r"(all|none|nothing|every\w*|no \w+) but|(is|are|was|were) to be|at the (most|least)": "except; must be; at most",
