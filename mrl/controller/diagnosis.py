@@ -53,8 +53,8 @@ def said_by_ray(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else "no known reason"
 
 
-def cause(said: str, log: str, before: NodeMemory, now: NodeMemory) -> tuple[str, tuple[str, ...]]:
-    """Return why a process ended, with lines of evidence. `said` is what is known without them."""
+def cause(detail: str, log: str, before: NodeMemory, now: NodeMemory) -> tuple[str, tuple[str, ...]]:
+    """Return why a process ended, with lines of evidence. `detail` is the cause known so far."""
     hints = []
     if kills := now.kills - before.kills:
         hints.append(f"the kernel has killed {kills} processes on this node during the run: it was out of memory")
@@ -64,11 +64,11 @@ def cause(said: str, log: str, before: NodeMemory, now: NodeMemory) -> tuple[str
         numbers = f"{now.free_shared_bytes / _MIB:.0f} of {now.shared_bytes / _MIB:.0f} MiB are free"
         hints.append(f"/dev/shm {'is full' if is_full else 'may have been full, as after most bus errors'}: {numbers}")
         hints.append("fix: enlarge it (`docker run --shm-size`, `mount -o remount,size=... /dev/shm`)")
-    if "memory monitor" in said or kills:
+    if "memory monitor" in detail or kills:
         hints.append("fix: run `mrl plan`, which lists the users of memory and the key that would make it fit")
     if fatal:
         return f"it crashed: {fatal[-1]} (see the stack in the log)", tuple(hints)
-    return said, tuple(hints)
+    return detail, tuple(hints)
 
 
 NATIVE_S = 15.0

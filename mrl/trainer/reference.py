@@ -49,7 +49,7 @@ class ReferenceLogProbs:
         """Number of prompts of `data.train` that have been read, each with its responses."""
         self.reader: dict[str, Any] | None = None
         """State of the reader of these prompts."""
-        self.said_by, self.layout = _said_by(config), _layout(config)
+        self.identity, self.layout = _identity(config), _layout(config)
         self.layout_then = self.layout
         self._groups: dict[str, Tensor] = {}
         if self.path.exists():
@@ -81,7 +81,7 @@ class ReferenceLogProbs:
 
     def save(self) -> None:
         """Replace the file, atomically."""
-        metadata = {"said_by": self.said_by, "layout": self.layout, "num_read": self.num_read, "reader": self.reader}
+        metadata = {"said_by": self.identity, "layout": self.layout, "num_read": self.num_read, "reader": self.reader}
         columns = {"log_probs": from_rows(list(self._groups.values()))}
         batch = DataProto.from_dict(columns, {"group": list(self._groups)})
         content = batch_to_bytes(batch.columns(), batch.row_ids, metadata)
@@ -100,12 +100,12 @@ class ReferenceLogProbs:
             columns, row_ids, metadata = batch_from_bytes(content)
             batch = DataProto(columns, row_ids, {})
             self._groups = dict(zip(batch["group"], batch["log_probs"].rows(), strict=True))
-            saved_by, self.layout_then = metadata["said_by"], metadata["layout"]
+            saved_identity, self.layout_then = metadata["said_by"], metadata["layout"]
             self.num_read, self.reader = metadata["num_read"], metadata["reader"]
         except (OSError, WireError, ValueError, KeyError, TypeError) as error:
             problem = f"cannot read the log-probs of the reference: {error}"
             raise CheckpointError(problem, where=str(self.path), fix=_RECOMPUTE) from error
-        if changes := _changes(saved_by, self.said_by):
+        if changes := _changes(saved_identity, self.identity):
             problem = f"these log-probs were computed by another reference: {changes}"
             raise CheckpointError(problem, where=str(self.path), fix=f"undo the change, or {_RECOMPUTE}")
 
@@ -136,7 +136,7 @@ def compute_reference(
     return not is_stopped
 
 
-def _said_by(config: DpoConfig) -> dict[str, Any]:
+def _identity(config: DpoConfig) -> dict[str, Any]:
     """Return what determines log-probs besides the tokens. A model of the hub is represented by its commit."""
     hub, directory = HubName.parse(config.model.path), Path(config.model.path).expanduser()
     weights = [] if hub else [directory / "config.json", *sorted(directory.glob("*.safetensors"))]

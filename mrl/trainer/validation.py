@@ -32,7 +32,7 @@ from mrl.trainer.segments import trained_rows
 from mrl.trainer.step_metrics import sample_columns
 
 Answers = list[tuple[str | None, float]]
-"""Answer and score of each sample of one prompt. An empty answer was not found; None was not looked for."""
+"""Answer and score of each sample of one prompt. The answer is empty if none was found, None if none was expected."""
 
 
 class Validator:

@@ -1,7 +1,7 @@
 """Plan of a weight update: which rank holds which slice, who needs it, and who sends it. No tensors are needed.
 
-Each rank plans its part alone. This is fast for any number of ranks, because layers of a kind are alike: intersections
-are computed once per kind, and a layer only adds its name and the ranks of its stage.
+Each rank plans its part alone. This is fast for any number of ranks, because layers of the same kind are equal:
+intersections are computed once per kind, and a layer only adds its name and the ranks of its stage.
 """
 
 from __future__ import annotations
