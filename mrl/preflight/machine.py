@@ -16,6 +16,7 @@ from typing import Any
 from mrl.config.arithmetic import rows_per_step, tokens_limit
 from mrl.config.load import Resolved
 from mrl.config.run_directory import CHECKPOINTS, steps_in
+from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import ModelError, SetupError
 from mrl.libraries import TRANSFORMER_ENGINE_FIX
@@ -138,6 +139,9 @@ def _check_node(config: AnyConfig, node: Mapping[str, Any], expected: Mapping[st
         actual = ", ".join(f"{name} {version}" for name, version in other.items())
         required = ", ".join(f"{name} {expected.get(name, 'not installed')}" for name in other)
         yield fail("versions", f"{actual}; the driver has {required}", "install the same versions on all nodes")
+    if isinstance(config, Config) and config.rollout.engine == "vllm" and "mrl" not in node["versions"]:
+        what = "mrl is on the path, but it is not installed: vLLM would not find the way to receive its weights"
+        yield fail("weights", what, "pip install -e .")
     yield _shared_memory(config, node["shm_free_bytes"])
     if config.cluster.device == "cpu":
         yield check_machine(config, node["usable_memory_bytes"], node["taken_memory_bytes"])

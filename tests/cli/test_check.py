@@ -426,6 +426,7 @@ def test_an_interface_that_is_not_there_is_noticed(tmp_path: Path, monkeypatch: 
         ({"sees_canary": False}, "fail", "n2: runs is not the directory that the driver sees"),
         ({"has_sockets": False}, "fail", "n2: cannot create a Unix socket in runs"),
         ({"versions": {"mrl": "2"}}, "fail", "n2: mrl 2; the driver has mrl 1"),
+        ({"versions": {}}, "fail", "n2: mrl is on the path, but it is not installed"),
         ({"shm_free_bytes": 1 << 18}, "fail", "n2: /dev/shm has 0 GiB free"),
         ({"usable_memory_bytes": 1 << 34}, "fail", "n2: a run takes "),
         ({"taken_memory_bytes": 1 << 40}, "warn", "n2: a run takes "),
