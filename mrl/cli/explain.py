@@ -20,8 +20,8 @@ from mrl.config.arithmetic import (
     samples_per_step,
     updates_per_step,
 )
-from mrl.config.load import Resolved
 from mrl.config.names import ENVIRONMENTS
+from mrl.config.resolved.load import Resolved
 from mrl.config.reward import JUDGE
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, SftBatchConfig

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
 from mrl.config.hardware import DEFAULT, Hardware, hardware
-from mrl.config.load import AnyTyped, Resolved
 from mrl.config.model_rules import ModelShape, check_model_rules
+from mrl.config.resolved.load import AnyTyped, Resolved
 from mrl.config.rules import check_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mrl.config.arithmetic import rows_per_step
-from mrl.config.load import AnyTyped, in_directories, model_names, rename_models
+from mrl.config.resolved.load import AnyTyped, in_directories, model_names, rename_models
 from mrl.config.reward import JUDGE, RewardConfig
 from mrl.config.reward_rules import asks_own_engines
 from mrl.config.schema import Config, SourceConfig

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.rules import near_divisors, near_multiples, nearest
 from mrl.errors import ConfigError
 

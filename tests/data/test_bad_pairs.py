@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mrl.config.load import load_config_of
+from mrl.config.resolved.load import load_config_of
 from mrl.config.schema import ColumnsConfig, SourceConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.learned_rows import read_ranked

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.config.load import Resolved
+from mrl.config.resolved.load import Resolved
 from mrl.config.schema import (
     AlgorithmConfig,
     BatchConfig,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.config.load import Resolved
 from mrl.config.mesh import Mesh
+from mrl.config.resolved.load import Resolved
 from mrl.config.schema import (
     ClusterConfig,
     ColumnsConfig,

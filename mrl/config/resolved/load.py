@@ -18,11 +18,11 @@ from mrl.config.learning_rules import check_learning_rules
 from mrl.config.model_rules import check_model_rules, read_model_shape, unchecked
 from mrl.config.names import check_data, check_names, missing_modules, unchecked_data
 from mrl.config.passthrough import check_passthrough
+from mrl.config.resolved.sources import read_chain, read_overrides
 from mrl.config.reward_rules import check_reward_rules
 from mrl.config.rules import check_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, RmConfig, SftConfig
-from mrl.config.sources import read_chain, read_overrides
 from mrl.config.values import ConfigLayer, KeyPath, Secrets, holds, interpolate, merge
 from mrl.errors import ConfigError, Problem
 from mrl.hub import HubName, model_directory
