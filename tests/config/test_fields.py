@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from mrl.config import passthrough
-from mrl.config.passthrough import Target
+from mrl.config.rules import passthrough
+from mrl.config.rules.passthrough import Target
 
 TARGETS = {
     "actor.megatron": passthrough.TRANSFORMER,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config import passthrough
 from mrl.config.resolved.load import load_config
+from mrl.config.rules import passthrough
 from mrl.errors import ConfigError
 
 OVERRIDES = ["actor.megatron.recompute_num_layers=1", "rollout.vllm={enforce_eager: true, max_num_seqs: 8}"]

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.config.model_rules import read_model_shape
 from mrl.config.resolved.load import load_config
+from mrl.config.rules.model_shape import read_model_shape
 from mrl.config.schema import SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import Prompt, SkippedRow

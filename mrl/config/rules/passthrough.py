@@ -17,7 +17,7 @@ from typing import Any
 from mrl.config import megatron_fields, transformer_fields, vllm_fields
 from mrl.config.bounds import Bound
 from mrl.config.megatron_fields import FieldRules
-from mrl.config.rules import problem
+from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.config.values import KeyPath
