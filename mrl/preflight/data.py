@@ -12,7 +12,7 @@ from pathlib import Path
 from mrl.config.arithmetic import rows_per_step
 from mrl.config.resolved.load import AnyTyped, in_directories, model_names, rename_models
 from mrl.config.reward import JUDGE, RewardConfig
-from mrl.config.rules.judge import asks_own_engines
+from mrl.config.rules.reward_options import asks_own_engines
 from mrl.config.schema import Config, SourceConfig
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.data.chat import ChatTokenizer, end_tokens, load_tokenizer

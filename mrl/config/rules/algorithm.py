@@ -9,23 +9,17 @@ from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.errors import Problem
 
+_DISTILLATION = "algorithm.distillation"
+_COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+
 
 def check_algorithm(config: Config) -> Iterator[Problem]:
     """Check that settings that depend on another section are set only if that section is."""
     algorithm, kl, key = config.algorithm, config.algorithm.kl, "algorithm.advantage"
     if algorithm.advantage == "gae" and config.critic is None:
         yield problem(key, "gae needs a critic", f"add a critic section, or {key}=grpo")
-    if config.critic is not None and algorithm.advantage != "gae" and ":" not in algorithm.advantage:
-        yield problem("critic", f"{algorithm.advantage} does not read a critic's values", f"critic=null, or {key}=gae")
-    if config.training.critic_warmup_steps and config.critic is None:
-        key = "training.critic_warmup_steps"
-        yield problem(key, "there is no critic to warm up", f"{key}=0")
     if kl.target is not None and kl.where not in ("reward", "both"):
         yield problem("algorithm.kl.target", "adapts the KL in the reward, but there is none", "kl.where=reward")
-    if config.reference is not None and kl.where == "none":
-        what = "algorithm.kl.where is none: nothing reads the reference model"
-        fix = "algorithm.kl.where=loss, or placement.roles.reference=null and reference=null"
-        yield problem("reference", what, fix)
     if algorithm.dynamic_sampling is not None and config.batch.samples_per_prompt == 1:
         key = "algorithm.dynamic_sampling"
         yield problem(key, "compares the samples of a prompt, but there is only one", "batch.samples_per_prompt=8")
@@ -34,18 +28,17 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
         yield problem(
             key, f"the buffer is longer than the longest response of {most} tokens", f"{key}={most // 4 or 1}"
         )
+    if config.asynchrony.ahead and algorithm.correction is None:
+        ahead = f"{config.asynchrony.ahead} batches ahead"
+        what = f"{ahead}: samples of older weights would be used as if the current weights had drawn them"
+        yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
+    yield from _distillation(config)
 
 
-_DISTILLATION = "algorithm.distillation"
-_COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
-
-
-def check_distillation(config: Config) -> Iterator[Problem]:
+def _distillation(config: Config) -> Iterator[Problem]:
     """Yield conflicts between the teacher, the form of distillation, and how samples are drawn and used."""
     distillation, rollout, key = config.algorithm.distillation, config.rollout, _DISTILLATION
     if distillation is None:
-        if config.teacher is not None:
-            yield problem("teacher", "nothing is learned from it", f"{key}.form=top_k, or teacher=null")
         return
     form, estimator = distillation.form, distillation.estimator
     if config.teacher is None:
@@ -63,10 +56,12 @@ def check_distillation(config: Config) -> Iterator[Problem]:
     if form == "sampled" and (updates := updates_per_step(config.batch)) > 1:
         what = f"a step has {updates} updates, and all but the first use tokens drawn from another policy"
         yield problem(f"{key}.form", what, f"{key}.form=advantage, which is clipped, or one update per step")
-    if config.reward.functions or config.reward_model or config.agent.environments:
-        return
-    what = "needs scores, but only the teacher is configured"
-    if config.algorithm.dynamic_sampling is not None:
+    if config.algorithm.dynamic_sampling is not None and only_teaches(config):
+        what = "needs scores, but only the teacher is configured"
         yield problem("algorithm.dynamic_sampling", what, "algorithm.dynamic_sampling=null")
-    if config.data.sampler == "difficulty":
-        yield problem("data.sampler", what, "data.sampler=shares")
+
+
+def only_teaches(config: Config) -> bool:
+    """Return whether the policy learns from the teacher alone, without scores."""
+    scored = config.reward.functions or config.reward_model or config.agent.environments
+    return config.algorithm.distillation is not None and not scored

@@ -22,14 +22,6 @@ def check_asynchrony(config: Config) -> Iterator[Problem]:
                 key, what = f"asynchrony.{name}", f"{value} has no effect without batches ahead"
                 yield problem(key, what, f"asynchrony.ahead=1, or {key}={default}")
         return
-    ahead = f"{asynchrony.ahead} batches ahead"
-    if config.algorithm.correction is None:
-        what = f"{ahead}: samples of older weights would be used as if the current weights had drawn them"
-        yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
-    for name, everything in (("top_p", 1), ("top_k", 0)):
-        if (actual := getattr(config.rollout, name)) != everything:
-            what = f"{actual}: {ahead} are weighted by log-probs of a distribution other than the one that samples"
-            yield problem(f"rollout.{name}", what, f"rollout.{name}={everything}, or asynchrony.ahead=0")
     if in_flight:
         for conflict in _against_in_flight(config):
             yield problem(

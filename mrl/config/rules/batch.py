@@ -9,10 +9,26 @@ from mrl.config.arithmetic import samples_per_step
 from mrl.config.rules.cluster import placed
 from mrl.config.rules.problems import near_divisors, near_multiples, nearest, problem
 from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig, RankedConfig, SftBatchConfig
 from mrl.errors import Problem
 
 
-def check_batch(config: Config) -> Iterator[Problem]:
+def check_batch(config: AnyConfig) -> Iterator[Problem]:
+    if isinstance(config, Config):
+        yield from _splits(config)
+    elif isinstance(config, RankedConfig):
+        yield from _ranked(config.batch)
+
+
+def _ranked(batch: SftBatchConfig) -> Iterator[Problem]:
+    if batch.messages is not None:
+        fix = "batch.messages=null; columns.chosen may hold whole conversations"
+        yield problem("batch.messages", "ranked responses are read from columns.chosen and columns.rejected", fix)
+    if batch.loss_on != "last":
+        yield problem("batch.loss_on", "only the last message of ranked responses is compared", "batch.loss_on=last")
+
+
+def _splits(config: Config) -> Iterator[Problem]:
     """Check that a step is a whole number of updates, and that it splits equally over the ranks of each role."""
     batch, total, key = config.batch, samples_per_step(config.batch), "batch.samples_per_update"
     sizes, update = _data_parallel_sizes(config, config.model_roles()), batch.samples_per_update

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from mrl.config.arithmetic import role_devices
 from mrl.config.hardware import HARDWARE
@@ -53,6 +53,8 @@ def check_placement(config: AnyConfig) -> Iterator[Problem]:
         if pool not in placement.roles.values():
             key = f"placement.pools.{pool}"
             yield problem(key, "no role uses this pool", f"remove it: {key}=null")
+    if isinstance(config, Config):
+        yield from _engines_share(config)
 
 
 def placed(config: AnyConfig) -> Iterator[tuple[str, int]]:
@@ -69,3 +71,22 @@ def stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Prob
     elif devices > here and here % tp:
         what = f"{tp} does not divide the {here} devices of a node: some groups would span two nodes"
         yield problem(key, what, nearest(key, near_divisors(tp, here)))
+
+
+def _engines_share(config: Config) -> Iterator[Problem]:
+    """Check that the engines share devices only with the actor, because only the actor and the engines can hand memory
+    to each other, and that the judge shares them with no role."""
+    roles = config.placement.roles
+    pool = roles.get(JUDGE) if config.judge is not None else None
+    if pool is not None and pool in config.placement.pools and (sharing := _others_in(pool, JUDGE, roles)):
+        what = f'the judge would share pool "{pool}" with the {", ".join(sharing)}, but never frees its memory'
+        yield problem("placement.roles.judge", what, "give the judge its own pool")
+    pool = roles.get("rollout")
+    if pool is not None and pool != roles.get("actor") and (sharing := _others_in(pool, "rollout", roles)):
+        what = f'the engines would share pool "{pool}" with the {", ".join(sharing)}, but not the actor'
+        fix = "give the engines their own pool, or set placement.roles.rollout=null to put them on the actor's devices"
+        yield problem("placement.roles.rollout", what, fix)
+
+
+def _others_in(pool: str, role: str, roles: Mapping[str, str]) -> list[str]:
+    return [other for other, its_pool in roles.items() if its_pool == pool and other != role]

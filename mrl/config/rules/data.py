@@ -6,9 +6,11 @@ import glob
 from collections.abc import Iterator
 
 from mrl.config.names import FILE_KINDS, is_file
+from mrl.config.rules.algorithm import only_teaches
 from mrl.config.rules.problems import problem
+from mrl.config.rules.reward import environments_score
 from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig
+from mrl.config.sft import AnyConfig, RankedConfig, RmConfig
 from mrl.errors import Problem
 
 
@@ -37,6 +39,24 @@ def check_data(config: AnyConfig) -> Iterator[Problem]:
             yield problem(f"data.{name}", "data.raw_text uses no chat template", f"data.{name}=null, or raw_text=false")
     if data.tools and "tools" in data.template:
         yield problem("data.tools", "data.template already contains tools", "data.tools=null")
+    if isinstance(config, Config):
+        yield from _scored(config)
+        yield from _difficulty(config)
+    if isinstance(config, RankedConfig):
+        yield from _columns(config)
+
+
+def _difficulty(config: Config) -> Iterator[Problem]:
+    """Check that the sampler `difficulty` has scores to choose by."""
+    if config.data.sampler != "difficulty":
+        return
+    if only_teaches(config):
+        what = "needs scores, but only the teacher is configured"
+        yield problem("data.sampler", what, "data.sampler=shares")
+    by_functions = any(function.weight for function in config.reward.functions.values())
+    if config.scoring_models() and not by_functions and not environments_score(config):
+        what = "`difficulty` needs a function or an environment that scores, but only a reward model does"
+        yield problem("data.sampler", what, "data.sampler=shares, or a reward function with a weight")
 
 
 def unchecked_data(config: AnyConfig) -> Iterator[str]:
@@ -45,7 +65,7 @@ def unchecked_data(config: AnyConfig) -> Iterator[str]:
             yield f'{key}: no file "{source.dataset}" on this machine'
 
 
-def check_scored(config: Config) -> Iterator[Problem]:
+def _scored(config: Config) -> Iterator[Problem]:
     """Yield data sources without a reward function. Skip sources whose rows name their own source."""
     model_scores = any(model.weight for model in config.scoring_models().values())
     for key, source in config.data.sources():
@@ -59,3 +79,20 @@ def check_scored(config: Config) -> Iterator[Problem]:
             what = f'no function with a weight scores the data source "{name}"'
             section = "reward.functions" if reward is config.reward else "validation.reward_functions"
             yield problem(key, what, f"add it to {section}.NAME.sources")
+
+
+def _columns(config: RankedConfig) -> Iterator[Problem]:
+    regression = isinstance(config, RmConfig) and config.reward.loss == "regression"
+    reads_label = isinstance(config, RmConfig) and (regression or config.reward.margin)
+    for source_key, source in config.data.sources():
+        key, columns = f"{source_key}.columns", source.columns
+        if columns.rejected is None and not regression:
+            yield problem(f"{key}.rejected", "a preference needs two responses", f"{key}.rejected=rejected")
+        if columns.label is None and reads_label:
+            reader, name = (
+                ("reward.loss=regression learns", "score") if regression else ("reward.margin reads", "margin")
+            )
+            what = f"{reader} a number from each row, but no column is set"
+            yield problem(f"{key}.label", what, f"{key}.label={name}")
+        if columns.label is not None and not reads_label:
+            yield problem(f"{key}.label", "no loss reads it", f"{key}.label=null, or reward.margin=true in `mrl rm`")

@@ -1,33 +1,19 @@
-"""Rules for the sections that only `mrl rm` and `mrl dpo` have: their losses, and columns of ranked responses."""
+"""Rules for the losses of `mrl rm` and `mrl dpo`: their sections `reward` and `preference`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from mrl.config.arithmetic import tokens_limit
 from mrl.config.names import OF_A_BATCH, PREFERENCE_LOSSES
 from mrl.config.rules.problems import problem
-from mrl.config.rules.roles import room_of
-from mrl.config.sft import WITHOUT_REFERENCE, DpoConfig, RankedConfig, RmConfig
+from mrl.config.sft import WITHOUT_REFERENCE, AnyConfig, DpoConfig, RmConfig
 from mrl.errors import Problem
 
 _SMOOTHED = ("conservative", "robust", "simpo")
 _OF_MEANS = ("ipo_sum", "ipo_mean", *WITHOUT_REFERENCE)
 
 
-def check_ranked(config: RankedConfig) -> Iterator[Problem]:
-    batch, limit, cp = config.batch, config.actor.max_tokens_per_device, config.actor.parallel.cp
-    if batch.messages is not None:
-        fix = "batch.messages=null; columns.chosen may hold whole conversations"
-        yield problem("batch.messages", "ranked responses are read from columns.chosen and columns.rejected", fix)
-    if batch.loss_on != "last":
-        yield problem("batch.loss_on", "only the last message of ranked responses is compared", "batch.loss_on=last")
-    yield from _columns(config)
-    if config.is_of_pairs() and (longest := tokens_limit(config)) > limit * cp:  # both responses repeat the prompt
-        lengths, key = f"{batch.max_prompt_tokens} + {batch.max_response_tokens}", "actor.max_tokens_per_device"
-        what = f"a pair of 2 x (max_prompt_tokens + max_response_tokens) = 2 x ({lengths}) = {longest} does not fit"
-        yield problem(key, f"{what} in {room_of(limit, cp)}", f"smallest: {key}={math.ceil(longest / cp)}")
+def check_preference(config: AnyConfig) -> Iterator[Problem]:
     if isinstance(config, RmConfig) and config.reward.loss == "regression":
         for name, nothing in (("margin", "false"), ("smoothing", "0"), ("centering", "0")):
             if getattr(config.reward, name):
@@ -35,23 +21,6 @@ def check_ranked(config: RankedConfig) -> Iterator[Problem]:
                 yield problem(f"reward.{name}", what, f"reward.{name}={nothing}")
     if isinstance(config, DpoConfig):
         yield from _preference(config)
-
-
-def _columns(config: RankedConfig) -> Iterator[Problem]:
-    regression = isinstance(config, RmConfig) and config.reward.loss == "regression"
-    reads_label = isinstance(config, RmConfig) and (regression or config.reward.margin)
-    for source_key, source in config.data.sources():
-        key, columns = f"{source_key}.columns", source.columns
-        if columns.rejected is None and not regression:
-            yield problem(f"{key}.rejected", "a preference needs two responses", f"{key}.rejected=rejected")
-        if columns.label is None and reads_label:
-            reader, name = (
-                ("reward.loss=regression learns", "score") if regression else ("reward.margin reads", "margin")
-            )
-            what = f"{reader} a number from each row, but no column is set"
-            yield problem(f"{key}.label", what, f"{key}.label={name}")
-        if columns.label is not None and not reads_label:
-            yield problem(f"{key}.label", "no loss reads it", f"{key}.label=null, or reward.margin=true in `mrl rm`")
 
 
 def _preference(config: DpoConfig) -> Iterator[Problem]:

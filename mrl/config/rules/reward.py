@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mrl.config.names import is_path
 from mrl.config.reward import RewardFunctionConfig, label_of
 from mrl.config.rules.problems import problem
-from mrl.config.rules.reward_options import check_options, reward_functions
+from mrl.config.rules.reward_options import asks_own_engines, check_options, reward_functions
 from mrl.config.schema import Config
 from mrl.errors import Problem, did_you_mean
 
@@ -33,12 +33,13 @@ def check_reward(config: Config) -> Iterator[Problem]:
     elif not any(weights) and not environments_score(config):
         key = "reward.functions" if functions else f"{next(iter(models))}.weight"
         yield problem(key, "every weight is 0, so every reward would be 0", "give at least one a weight other than 0")
-    if functions and not models and config.validation.every and not is_measured(config):
-        what = "validation uses only reward.functions, and each of them has weight 0"
-        yield problem("validation.every", what, "give one a weight, or validation.every=0")
     yield from _models(config)
     for key, function in config.reward_functions():
         yield from _function(key, function, set(map(label_of, models)))
+        if config.judge is None and asks_own_engines(function):
+            fix = f"{key}.options.service.url=http://HOST:8000/v1, or judge.path=MODEL and placement.roles.judge=POOL"
+            what = "neither an address nor a section `judge` is configured"
+            yield problem(f"{key}.options.service.url", what, fix)
 
 
 def _models(config: Config) -> Iterator[Problem]:
@@ -50,10 +51,6 @@ def _models(config: Config) -> Iterator[Problem]:
     taken = {"score", "solved"} | ({"model"} if config.reward_model is not None else set())
     for name in taken & config.reward_models.keys():
         yield problem(f"reward_models.{name}", "metrics already use this name", "choose another name for this model")
-    by_functions = any(function.weight for function in config.reward.functions.values())
-    if models and config.data.sampler == "difficulty" and not by_functions and not environments_score(config):
-        what = "`difficulty` needs a function or an environment that scores, but only a reward model does"
-        yield problem("data.sampler", what, "data.sampler=shares, or a reward function with a weight")
 
 
 def _function(key: str, function: RewardFunctionConfig, model_labels: set[str]) -> Iterator[Problem]:

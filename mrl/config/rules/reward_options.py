@@ -41,6 +41,12 @@ def gives_answers(name: str) -> bool:
     return function is None or ast.unparse(function.returns or ast.Tuple([])) in ("dict[str, float | str]", "Any")
 
 
+def asks_own_engines(function: RewardFunctionConfig) -> bool:
+    """Return whether a reward function uses the run's own judge engines, which exist only during a run."""
+    service = function.options.get("service")
+    return function.name == JUDGE and isinstance(service, dict) and service.get("url") is None
+
+
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, bool]:
     _, *options = function.args.args  # the first is the sample
     num_required = len(options) - len(function.args.defaults)

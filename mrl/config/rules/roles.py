@@ -5,15 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mrl.config.arithmetic import longest_sample_tokens
-from mrl.config.rules.cluster import placed
+from mrl.config.arithmetic import longest_sample_tokens, tokens_limit
+from mrl.config.rules.cluster import placed, stays_in_a_node
 from mrl.config.rules.problems import near_multiples, nearest, problem
 from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig
+from mrl.config.sft import AnyConfig, RankedConfig
 from mrl.errors import Problem
 
 
-def check_layouts(config: AnyConfig) -> Iterator[Problem]:
+def check_roles(config: AnyConfig) -> Iterator[Problem]:
+    yield from _layouts(config)
+    yield from _learning_rates(config)
+    if isinstance(config, Config):
+        yield from _micro_batches(config)
+        yield from _unread(config)
+    elif isinstance(config, RankedConfig) and config.is_of_pairs():
+        yield from _pairs(config)
+
+
+def _layouts(config: AnyConfig) -> Iterator[Problem]:
     """Check that a role's devices are a multiple of its layouts' sizes, and that settings of an axis have that axis."""
     for role, devices in placed(config):
         at, pool = config.model_roles()[role].parallel, config.placement.roles[role]
@@ -22,6 +32,9 @@ def check_layouts(config: AnyConfig) -> Iterator[Problem]:
                 what = f'{formula} = {size} does not divide the {devices} devices of pool "{pool}"'
                 fix = nearest(f"placement.pools.{pool}", near_multiples(devices, size))
                 yield problem(f"{role}.parallel", what, fix)
+        if isinstance(config, Config):
+            here = config.cluster.devices_per_node
+            yield from stays_in_a_node(f"{role}.parallel.tp", at.tp, devices, here)
     for role, model in config.model_roles().items():
         at, key = model.parallel, f"{role}.parallel"
         if at.sequence_parallel and at.tp == 1:
@@ -35,9 +48,8 @@ def check_layouts(config: AnyConfig) -> Iterator[Problem]:
                 yield problem(f"{key}.{end}", "needs a pipeline, but pp is 1", f"{key}.{end}=null, or {key}.pp=2")
 
 
-def check_training(config: AnyConfig) -> Iterator[Problem]:
-    """Check that a decay ends after its warm-up, that a run that restarts may resume, and that optimizer values are
-    valid."""
+def _learning_rates(config: AnyConfig) -> Iterator[Problem]:
+    """Check that a decay ends after its warm-up, and that optimizer values are valid."""
     for role, model in config.trained_roles().items():
         schedule, key = model.schedule, f"{role}.schedule.decay_steps"
         if schedule.decay != "constant" and schedule.decay_steps is None:
@@ -45,11 +57,6 @@ def check_training(config: AnyConfig) -> Iterator[Problem]:
         elif schedule.decay_steps is not None and schedule.decay_steps <= schedule.warmup_steps:
             what = f"{schedule.decay_steps} updates include a warm-up of {schedule.warmup_steps}"
             yield problem(key, what, f"at least {key}={schedule.warmup_steps + 1}")
-    key, training = "training.max_restarts", config.training
-    if training.max_restarts and training.resume != "auto":
-        yield problem(key, "a run that never resumes cannot be restarted", f"{key}=0, or training.resume=auto")
-    if training.fallback and not training.max_restarts:
-        yield problem("training.fallback", f"the run never restarts, because {key} is 0", f"{key}=3")
     for role, model in config.trained_roles().items():
         for name, value in model.optimizer.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -60,16 +67,40 @@ def check_training(config: AnyConfig) -> Iterator[Problem]:
                 yield problem(f"{role}.optimizer.{name}", f"must be {words}, not {value:g}")
 
 
-def check_micro_batches(config: Config) -> Iterator[Problem]:
+def _micro_batches(config: Config) -> Iterator[Problem]:
     """Check that the longest sample fits into one micro-batch."""
     rollout, longest = config.rollout, longest_sample_tokens(config.rollout)
     lengths = f"max_prompt_tokens + max_response_tokens = {rollout.max_prompt_tokens} + {rollout.max_response_tokens}"
     for role, model in config.model_roles().items():
         limit, cp, key = model.max_tokens_per_device, model.parallel.cp, f"{role}.max_tokens_per_device"
         if longest > limit * cp:
-            what = f"a sample of {lengths} = {longest} does not fit in {room_of(limit, cp)}"
+            what = f"a sample of {lengths} = {longest} does not fit in {_room_of(limit, cp)}"
             yield problem(key, what, f"smallest: {key}={math.ceil(longest / cp)}")
 
 
-def room_of(limit: int, cp: int) -> str:
+def _pairs(config: RankedConfig) -> Iterator[Problem]:
+    """Check that the longest pair fits into one micro-batch. Both of its responses repeat the prompt."""
+    batch, limit, cp = config.batch, config.actor.max_tokens_per_device, config.actor.parallel.cp
+    if (longest := tokens_limit(config)) > limit * cp:
+        lengths, key = f"{batch.max_prompt_tokens} + {batch.max_response_tokens}", "actor.max_tokens_per_device"
+        what = f"a pair of 2 x (max_prompt_tokens + max_response_tokens) = 2 x ({lengths}) = {longest} does not fit"
+        yield problem(key, f"{what} in {_room_of(limit, cp)}", f"smallest: {key}={math.ceil(longest / cp)}")
+
+
+def _room_of(limit: int, cp: int) -> str:
     return f"{limit} x cp {cp} = {limit * cp}" if cp > 1 else str(limit)
+
+
+def _unread(config: Config) -> Iterator[Problem]:
+    """Yield the models that nothing reads."""
+    advantage = config.algorithm.advantage
+    if config.critic is not None and advantage != "gae" and ":" not in advantage:
+        what = f"{advantage} does not read a critic's values"
+        yield problem("critic", what, "critic=null, or algorithm.advantage=gae")
+    if config.reference is not None and config.algorithm.kl.where == "none":
+        what = "algorithm.kl.where is none: nothing reads the reference model"
+        fix = "algorithm.kl.where=loss, or placement.roles.reference=null and reference=null"
+        yield problem("reference", what, fix)
+    if config.teacher is not None and config.algorithm.distillation is None:
+        what, fix = "nothing is learned from it", "algorithm.distillation.form=top_k, or teacher=null"
+        yield problem("teacher", what, fix)

@@ -18,8 +18,13 @@ def check_validation(config: AnyConfig) -> Iterator[Problem]:
         yield problem("validation.every", "data.validation has no source", "add one, or validation.every=0")
     if config.validation.keep_best and not config.validation.every:
         yield problem("validation.keep_best", "nothing is validated: validation.every is 0", "validation.every=10")
-    if isinstance(config, Config):
-        yield from _figures(config)
+    if not isinstance(config, Config):
+        return
+    yield from _figures(config)
+    only_functions = config.reward.functions and not config.scoring_models()
+    if only_functions and config.validation.every and not is_measured(config):
+        what = "validation uses only reward.functions, and each of them has weight 0"
+        yield problem("validation.every", what, "give one a weight, or validation.every=0")
 
 
 def _figures(config: Config) -> Iterator[Problem]:
