@@ -8,6 +8,20 @@ from typing import Annotated, Any, Literal
 
 from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Text, at_least
 
+ENVIRONMENTS = {
+    "tools": "mrl.agents.tools:ToolEnvironment",
+    "search_r1": "mrl.agents.search:SearchR1",
+    "program": "mrl.agents.program:Program",
+}
+TEXT_FORMATS = ("search_r1",)
+"""Formats that write text without chat roles."""
+FORMATS = ("hermes", "llama3_json", *TEXT_FORMATS)
+TOOLS = {
+    "calculator": "mrl.agents.built_in_tools:calculator",
+    "python": "mrl.agents.built_in_tools:python",
+    "search": "mrl.agents.search:search",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolConfig:

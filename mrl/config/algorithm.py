@@ -7,6 +7,15 @@ from typing import Annotated, Literal
 
 from mrl.config.bounds import Amount, Count, Proportion, Share, Text, at_least, more_than
 
+ADVANTAGES = (
+    *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+)
+POLICY_LOSSES = ("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "kl", "mse", "low_var_kl")
+RATIO_LEVELS = ("token", "sequence", "geometric")
+
 
 @dataclass(frozen=True, kw_only=True)
 class KlConfig:

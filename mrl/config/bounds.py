@@ -43,3 +43,9 @@ PlainName = Annotated[
     str,
     matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", "a name of up to 100 letters, digits, dots, dashes and underscores"),
 ]
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name has the form `package.module:attribute`."""
+    module, colon, attribute = name.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mrl.config.bounds import Amount, Bound, Count, NotNegative, Seconds, Share, Text
+from mrl.config.data import DataConfig
 from mrl.config.schema import (
     ClusterConfig,
     Config,
-    DataConfig,
     DeadlinesConfig,
     MegatronModelConfig,
     ModelConfig,
@@ -121,6 +121,13 @@ class SftConfig:
 AnyConfig = Config | SftConfig
 
 
+PREFERENCE_LOSSES = ("sigmoid", "conservative", "robust", "hinge", "ipo_sum", "ipo_mean", "simpo", "orpo")
+OF_A_BATCH = {
+    "kto": "its baseline is a mean over the batch",
+    "aot": "it sorts the batch",
+    "aot_unpaired": "it sorts the batch",
+}
+"""Preference losses that are refused, with the reason."""
 WITHOUT_REFERENCE = ("simpo", "orpo")
 """Losses without a reference model."""
 Minority = Annotated[float, Bound("at least 0 and less than 0.5", lambda value: 0 <= value < 0.5)]

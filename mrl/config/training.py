@@ -9,6 +9,8 @@ from typing import Literal
 from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
 from mrl.config.reward import RewardFunctionConfig
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl import files
-from mrl.config.names import is_file
+from mrl.config.data import is_file
 from mrl.config.resolved.load import Resolved, model_names
 from mrl.config.resolved.sources import read_chain, read_overrides
 from mrl.config.rules.components import own_parts

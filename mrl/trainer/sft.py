@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mrl.config.arithmetic import role_mesh
-from mrl.config.names import SAMPLERS
+from mrl.config.data import SAMPLERS
 from mrl.config.resolved.load import in_directories
 from mrl.config.resolved.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.agent import EnvironmentConfig
-from mrl.config.names import TEXT_FORMATS
+from mrl.config.agent import TEXT_FORMATS, EnvironmentConfig
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.errors import Problem

@@ -11,28 +11,14 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mrl.config.names import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    DATASETS,
-    ENGINES,
-    ENVIRONMENTS,
-    FORMATS,
-    KL_ESTIMATORS,
-    OF_A_BATCH,
-    POLICY_LOSSES,
-    PREFERENCE_LOSSES,
-    RATIO_LEVELS,
-    SAMPLERS,
-    TOOLS,
-    TOY_TASKS,
-    TRACKERS,
-    is_file,
-    is_path,
-)
+from mrl.config.agent import ENVIRONMENTS, FORMATS, TOOLS
+from mrl.config.algorithm import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_LEVELS
+from mrl.config.bounds import is_path
+from mrl.config.data import DATASETS, SAMPLERS, TOY_TASKS, is_file
 from mrl.config.rules.problems import problem
-from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig
+from mrl.config.schema import ENGINES, Config
+from mrl.config.sft import OF_A_BATCH, PREFERENCE_LOSSES, AnyConfig
+from mrl.config.training import TRACKERS
 from mrl.errors import Problem, did_you_mean
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator
 
-from mrl.config.names import FILE_KINDS, is_file
+from mrl.config.data import FILE_KINDS, is_file
 from mrl.config.rules.algorithm import only_teaches
 from mrl.config.rules.problems import problem
 from mrl.config.rules.reward import environments_score

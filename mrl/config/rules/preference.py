@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.names import OF_A_BATCH, PREFERENCE_LOSSES
 from mrl.config.rules.problems import problem
-from mrl.config.sft import WITHOUT_REFERENCE, AnyConfig, DpoConfig, RmConfig
+from mrl.config.sft import OF_A_BATCH, PREFERENCE_LOSSES, WITHOUT_REFERENCE, AnyConfig, DpoConfig, RmConfig
 from mrl.errors import Problem
 
 _SMOOTHED = ("conservative", "robust", "simpo")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.names import is_path
+from mrl.config.bounds import is_path
 from mrl.config.reward import RewardFunctionConfig, label_of
 from mrl.config.rules.problems import problem
 from mrl.config.rules.reward_options import asks_own_engines, check_options, reward_functions
