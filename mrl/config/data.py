@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from mrl.config.bounds import NotNegative, PlainName, Share, Text
+from mrl.config.bounds import NotNegative, PlainName, Share, Text, component, own_component
 
 SAMPLERS = ("shares", "difficulty")
 DATASETS = ("toy", "reasoning_gym")
 TOY_TASKS = ("addition", "reversing", "sorting")
 FILE_KINDS = (".jsonl", ".parquet")
+
+
+def _is_own_dataset(name: str) -> bool:
+    head, colon, _ = name.partition(":")
+    return bool(colon) and head not in DATASETS and not name.endswith(FILE_KINDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,7 @@ class ColumnsConfig:
 class SourceConfig:
     """One source of prompts."""
 
-    dataset: Text
+    dataset: Annotated[str, own_component(_is_own_dataset)]
     """A `.jsonl` or `.parquet` file, or a dataset by name. A pattern (`data/*.parquet`) selects several files. A
     dataset is a known one, such as `toy:addition` or `reasoning_gym:leg_counting`, or your own as
     `package.module:attribute`."""
@@ -71,7 +76,7 @@ class DataConfig:
     """Shuffle the rows of each source anew in every epoch."""
     seed: NotNegative = 0
     """Seed of the row order."""
-    sampler: Text = "shares"
+    sampler: Annotated[str, component("sampler", SAMPLERS)] = "shares"
     """How to choose the next row: by the `shares` of the sources; by `difficulty`, which also leaves out prompts that
     were too easy or too hard by the scores of functions and environments; or by your own `PromptSampler`, as
     `package.module:class`."""

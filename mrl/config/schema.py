@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mrl.config.agent import AgentConfig
 from mrl.config.algorithm import AlgorithmConfig
-from mrl.config.bounds import Characters, Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
+from mrl.config.bounds import (
+    Characters,
+    Count,
+    NotNegative,
+    PlainName,
+    Proportion,
+    Seconds,
+    Share,
+    Text,
+    component,
+    own_component,
+)
 from mrl.config.data import DataConfig
 from mrl.config.reward import JudgeConfig, ModelScoreConfig, RewardConfig, RewardFunctionConfig
 from mrl.config.training import AsynchronyConfig, SyncConfig, TrainingConfig, ValidationConfig
@@ -160,7 +171,7 @@ class MegatronModelConfig:
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed on to Megatron's TransformerConfig: recomputation and fused kernels. Keys that describe the model come
     from its config.json. All other keys are refused with a reason."""
-    worker: Text | None = None
+    worker: Annotated[str, own_component()] | None = None
     """Your own class for the workers of the role as `package.module:class`, with the same constructor as mrl's. Null
     uses mrl's class."""
 
@@ -216,7 +227,7 @@ class RolloutConfig:
     """Tensor parallel size of one engine."""
     replicas: Count | None = None
     """Number of engines. Null starts as many as fit on their devices."""
-    engine: Text = "vllm"
+    engine: Annotated[str, component("rollout engine", ENGINES)] = "vllm"
     """`vllm`; `transformers`, which is slow and simple, for comparison; or your own as `package.module:class`."""
     max_prompt_tokens: Count
     """Longest prompt."""

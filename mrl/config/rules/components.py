@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, get_args, get_origin
 
-from mrl.config.agent import ENVIRONMENTS, FORMATS, TOOLS
-from mrl.config.algorithm import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, RATIO_LEVELS
-from mrl.config.bounds import is_path
-from mrl.config.data import DATASETS, SAMPLERS, TOY_TASKS, is_file
+from mrl.config.bounds import Component, is_path
+from mrl.config.keys import typed_leaves
 from mrl.config.rules.problems import problem
-from mrl.config.schema import ENGINES, Config
-from mrl.config.sft import OF_A_BATCH, PREFERENCE_LOSSES, AnyConfig
-from mrl.config.training import TRACKERS
+from mrl.config.sft import AnyConfig
+from mrl.config.values import dotted
 from mrl.errors import Problem, did_you_mean
 
 
 def check_components(config: AnyConfig) -> Iterator[Problem]:
     """Yield every unknown name, except modules that are not on this machine."""
-    for key, kind, name, known in _known_names(config):
-        if name not in known and ":" not in name:
-            suggestion = did_you_mean(name, known)
+    for key, component, name in _named(config):
+        if component.kind and name not in component.known and ":" not in name:
+            suggestion = did_you_mean(name, component.known)
             fix = f"{suggestion}{'' if suggestion.endswith('?') else '.'} Or name your own as package.module:attribute"
-            yield problem(key, f'unknown {kind} "{name}"', fix)
-    for key, name in _datasets(config):
-        head, _, task = name.partition(":")
-        if head == "toy" and task not in TOY_TASKS:
-            yield problem(key, f'unknown toy task "{task}"', did_you_mean(task, TOY_TASKS))
+            yield problem(key, f'unknown {component.kind} "{name}"', fix)
     for key, name in own_parts(config):
         if (wrong := _wrong_part(name)) is not None:
             yield problem(key, wrong)
@@ -47,61 +40,15 @@ def missing_modules(config: AnyConfig) -> Iterator[Problem]:
 
 
 def own_parts(config: AnyConfig) -> Iterator[tuple[str, str]]:
-    for key, _, name, _ in _known_names(config):
-        if ":" in name:
-            yield key, name
-    for key, name in _datasets(config):
-        if name.partition(":")[0] not in DATASETS:
-            yield key, name
-    for role, model in config.model_roles().items():
-        if model.worker is not None:
-            yield f"{role}.worker", model.worker
-    if isinstance(config, Config):
-        yield from ((f"training.metrics.{number}", name) for number, name in enumerate(config.training.metrics))
-        if config.reward.manager is not None:
-            yield "reward.manager", config.reward.manager
-        yield from (
-            (f"{key}.name", function.name) for key, function in config.reward_functions() if is_path(function.name)
-        )
+    """Yield each key that names one of the user's own components, with the name."""
+    yield from ((key, name) for key, component, name in _named(config) if component.is_own(name))
 
 
-_KINDS: tuple[tuple[str, str, Collection[str]], ...] = (
-    ("data.sampler", "sampler", SAMPLERS),
-    ("algorithm.advantage", "advantage estimator", ADVANTAGES),
-    ("algorithm.loss.policy", "policy loss", POLICY_LOSSES),
-    ("algorithm.loss.aggregation", "loss aggregation", AGGREGATIONS),
-    ("algorithm.kl.in_reward", "KL estimator", KL_ESTIMATORS),
-    ("algorithm.kl.in_loss", "KL estimator", KL_ESTIMATORS),
-    ("algorithm.distillation.estimator", "KL estimator", KL_ESTIMATORS),
-    ("algorithm.correction.level", "importance ratio level", RATIO_LEVELS),
-    ("preference.loss", "preference loss", (*PREFERENCE_LOSSES, *OF_A_BATCH)),
-)
-
-
-def _known_names(config: AnyConfig) -> Iterator[tuple[str, str, str, Collection[str]]]:
-    """Yield each key that names a component, with the kind of component, the name, and the built-in names."""
-    for number, name in enumerate(config.training.trackers):
-        yield f"training.trackers.{number}", "tracker", name, TRACKERS
-    for key, kind, known in _KINDS:
-        value: Any = config
-        for name in key.split("."):
-            value = getattr(value, name, None)
-        if value is not None:
-            yield key, kind, value, known
-    if not isinstance(config, Config):
-        return
-    yield "rollout.engine", "rollout engine", config.rollout.engine, ENGINES
-    for label, environment in config.agent.environments.items():
-        key = f"agent.environments.{label}"
-        yield f"{key}.name", "environment", environment.name, ENVIRONMENTS
-        yield f"{key}.format", "format", environment.format, FORMATS
-        yield from ((f"{key}.tools.{name}.name", "tool", tool.name, TOOLS) for name, tool in environment.tools.items())
-
-
-def _datasets(config: AnyConfig) -> Iterator[tuple[str, str]]:
-    for key, source in config.data.sources():
-        if ":" in source.dataset and not is_file(source):
-            yield f"{key}.dataset", source.dataset
+def _named(config: AnyConfig) -> Iterator[tuple[str, Component, str]]:
+    """Yield each key that names a component, with its component type and the name."""
+    for path, annotation, value in typed_leaves(type(config), config):
+        if get_origin(annotation) is Annotated and isinstance(bound := get_args(annotation)[1], Component):
+            yield dotted(path), bound, value
 
 
 def _wrong_part(name: str) -> str | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterator
 
-from mrl.config.data import FILE_KINDS, is_file
+from mrl.config.data import FILE_KINDS, TOY_TASKS, is_file
 from mrl.config.rules.algorithm import only_teaches
 from mrl.config.rules.problems import problem
 from mrl.config.rules.reward import environments_score
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RankedConfig, RmConfig
-from mrl.errors import Problem
+from mrl.errors import Problem, did_you_mean
 
 
 def check_data(config: AnyConfig) -> Iterator[Problem]:
@@ -23,6 +23,9 @@ def check_data(config: AnyConfig) -> Iterator[Problem]:
             what = f'"{source.dataset}" is neither a {" or ".join(FILE_KINDS)} file nor the name of a dataset'
             fix = "convert the file, or name a dataset, as toy:addition or package.module:attribute"
             yield problem(f"{key}.dataset", what, fix)
+        head, colon, task = source.dataset.partition(":")
+        if head == "toy" and colon and task not in TOY_TASKS and not is_file(source):
+            yield problem(f"{key}.dataset", f'unknown toy task "{task}"', did_you_mean(task, TOY_TASKS))
         if is_file(source) and source.options:
             options = ", ".join(source.options)
             yield problem(f"{key}.options", f"{options}: a file takes no options", "remove them")
