@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.libraries.installed import wrong_value
 from mrl.config.resolved.load import load_config
-from mrl.config.rules.passthrough import wrong_value
 from mrl.errors import ConfigError
 from tests.apart import run_python
 
