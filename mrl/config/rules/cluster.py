@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from mrl.config.arithmetic import role_devices
 from mrl.config.hardware import HARDWARE
 from mrl.config.reward import JUDGE
-from mrl.config.rules.problems import near_divisors, nearest, problem
+from mrl.config.rules.problems import nearest, problem
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import Problem, did_you_mean
@@ -62,15 +62,6 @@ def placed(config: AnyConfig) -> Iterator[tuple[str, int]]:
     for role in config.model_roles():
         if config.placement.roles.get(role) in config.placement.pools:
             yield role, role_devices(config, role)
-
-
-def stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Problem]:
-    """Yield a problem if a tensor-parallel group, which needs the links inside a machine, would span two machines."""
-    if tp > here:
-        yield problem(key, f"{tp} is more than the {here} devices of a node", nearest(key, [here]))
-    elif devices > here and here % tp:
-        what = f"{tp} does not divide the {here} devices of a node: some groups would span two nodes"
-        yield problem(key, what, nearest(key, near_divisors(tp, here)))
 
 
 def _engines_share(config: Config) -> Iterator[Problem]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.reward import JUDGE
-from mrl.config.rules.cluster import stays_in_a_node
-from mrl.config.rules.problems import near_multiples, nearest, problem
+from mrl.config.rules.problems import near_multiples, nearest, problem, stays_in_a_node
 from mrl.config.rules.reward_options import asks_own_engines
 from mrl.config.schema import Config
 from mrl.errors import Problem

@@ -1,8 +1,8 @@
-"""The words of problems: the nearest values that would work, and the fix that names them."""
+"""What the rules of several sections use: problems with the nearest values that would work."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from mrl.errors import Problem
 
@@ -34,3 +34,12 @@ def near_divisors(value: int, total: int, step: int = 1) -> list[int]:
 
 def _by_distance(values: set[int], value: int) -> list[int]:
     return sorted(values, key=lambda candidate: (abs(candidate - value), candidate))
+
+
+def stays_in_a_node(key: str, tp: int, devices: int, here: int) -> Iterator[Problem]:
+    """Yield a problem if a tensor-parallel group, which needs the links inside a machine, would span two machines."""
+    if tp > here:
+        yield problem(key, f"{tp} is more than the {here} devices of a node", nearest(key, [here]))
+    elif devices > here and here % tp:
+        what = f"{tp} does not divide the {here} devices of a node: some groups would span two nodes"
+        yield problem(key, what, nearest(key, near_divisors(tp, here)))

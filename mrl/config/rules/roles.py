@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from mrl.config.arithmetic import longest_sample_tokens, tokens_limit
-from mrl.config.rules.cluster import placed, stays_in_a_node
-from mrl.config.rules.problems import near_multiples, nearest, problem
+from mrl.config.rules.cluster import placed
+from mrl.config.rules.problems import near_multiples, nearest, problem, stays_in_a_node
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RankedConfig
 from mrl.errors import Problem

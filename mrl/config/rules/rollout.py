@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.rules.cluster import stays_in_a_node
-from mrl.config.rules.problems import near_divisors, nearest, problem
+from mrl.config.rules.problems import near_divisors, nearest, problem, stays_in_a_node
 from mrl.config.schema import Config
 from mrl.errors import Problem
 
