@@ -248,8 +248,8 @@ class RolloutConfig:
     stop: list[Characters] = field(default_factory=list)
     """Texts that end a response. They are part of the response, and their tokens are trained."""
     vllm: dict[str, Any] = field(default_factory=dict)
-    """Passed on to vLLM's engine arguments: memory, batches and kernels. Keys that mrl sets are refused, and so are
-    keys that have not been compared with the trainer."""
+    """Passed on to vLLM's engine arguments: memory, batches and kernels. Keys that mrl sets are refused, as are keys
+    that have not been compared with the trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)

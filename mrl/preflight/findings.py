@@ -1,6 +1,6 @@
 """Checks before a run starts, with one result per line.
 
-The checks here need neither torch, a cluster nor the data. `data` and `machine` check the real rows and the real
+The checks here work without torch, a cluster or the data. `data` and `machine` check the real rows and the real
 machines.
 """
 

@@ -19,7 +19,9 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
     if algorithm.advantage == "gae" and config.critic is None:
         yield problem(key, "gae needs a critic", f"add a critic section, or {key}=grpo")
     if kl.target is not None and kl.where not in ("reward", "both"):
-        yield problem("algorithm.kl.target", "adapts the KL in the reward, but there is none", "kl.where=reward")
+        yield problem(
+            "algorithm.kl.target", "adapts the KL in the reward, but the reward contains no KL", "kl.where=reward"
+        )
     if algorithm.dynamic_sampling is not None and config.batch.samples_per_prompt == 1:
         key = "algorithm.dynamic_sampling"
         yield problem(key, "compares the samples of a prompt, but there is only one", "batch.samples_per_prompt=8")
@@ -54,7 +56,7 @@ def _distillation(config: Config) -> Iterator[Problem]:
         what = f"as a loss, {estimator} has zero gradient on average"
         yield problem(f"{key}.estimator", what, f"{key}.estimator=k2, or {key}.form=advantage")
     if form == "sampled" and (updates := updates_per_step(config.batch)) > 1:
-        what = f"a step has {updates} updates, and all but the first use tokens drawn from another policy"
+        what = f"a step has {updates} updates, and each after the first uses tokens drawn from another policy"
         yield problem(f"{key}.form", what, f"{key}.form=advantage, which is clipped, or one update per step")
     if config.algorithm.dynamic_sampling is not None and only_teaches(config):
         what = "needs scores, but only the teacher is configured"

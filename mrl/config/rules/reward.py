@@ -38,7 +38,7 @@ def check_reward(config: Config) -> Iterator[Problem]:
         yield from _function(key, function, set(map(label_of, models)))
         if config.judge is None and asks_own_engines(function):
             fix = f"{key}.options.service.url=http://HOST:8000/v1, or judge.path=MODEL and placement.roles.judge=POOL"
-            what = "neither an address nor a section `judge` is configured"
+            what = "is not set, and there is no section `judge`"
             yield problem(f"{key}.options.service.url", what, fix)
 
 
@@ -47,7 +47,7 @@ def _models(config: Config) -> Iterator[Problem]:
     for role, model in models.items():
         if model.running and (model.mean, model.std) != (0.0, 1.0):
             what = "`running` computes mean and std from the scores, but fixed values are set too"
-            yield problem(f"{role}.running", what, f"{role}.running=false, or neither {role}.mean nor {role}.std")
+            yield problem(f"{role}.running", what, f"{role}.running=false, or remove {role}.mean and {role}.std")
     taken = {"score", "solved"} | ({"model"} if config.reward_model is not None else set())
     for name in taken & config.reward_models.keys():
         yield problem(f"reward_models.{name}", "metrics already use this name", "choose another name for this model")

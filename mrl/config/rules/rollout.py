@@ -31,5 +31,5 @@ def _sampled_ahead(config: Config) -> Iterator[Problem]:
     ahead = f"{config.asynchrony.ahead} batches ahead"
     for name, everything in (("top_p", 1), ("top_k", 0)):
         if (actual := getattr(config.rollout, name)) != everything:
-            what = f"{actual}: {ahead} are weighted by log-probs of a distribution other than the one that samples"
+            what = f"{actual}: {ahead} are weighted by log-probs that are not those of the sampling distribution"
             yield problem(f"rollout.{name}", what, f"rollout.{name}={everything}, or asynchrony.ahead=0")

@@ -25,7 +25,7 @@ def check_training(config: AnyConfig) -> Iterator[Problem]:
 def _epochs(config: SftConfig) -> Iterator[Problem]:
     steps, epochs = config.training.steps, config.training.epochs
     if (steps is None) == (epochs is None):
-        what = "neither steps nor epochs is set" if steps is None else "steps and epochs are both set"
+        what = "steps and epochs are both null" if steps is None else "steps and epochs are both set"
         yield problem("training", what, "training.epochs=null" if epochs else "training.epochs=1")
     if epochs and any(source.weight is not None for source in config.data.train.values()):
         what = "sources with weights have no common epoch"
