@@ -25,7 +25,8 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
-from mrl.config.schema import BatchConfig, DataConfig, RolloutConfig, SourceConfig
+from mrl.config.data import DataConfig, SourceConfig
+from mrl.config.schema import BatchConfig, RolloutConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset

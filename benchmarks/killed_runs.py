@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
-from mrl.config.run_directory import steps_in
+from mrl.config.resolved.run_directory import steps_in
 from mrl.events import PhaseEnd, Warned, WorkersStarted, read_events
 from mrl.observe.metrics import read_metrics, without_clock
 

@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
 from mrl.config.algorithm import AlgorithmConfig, KlConfig
+from mrl.config.data import DataConfig
 from mrl.config.hardware import hardware
 from mrl.config.reward import RewardConfig
 from mrl.config.schema import (
     BatchConfig,
     ClusterConfig,
     Config,
-    DataConfig,
     ModelConfig,
     ParallelConfig,
     PlacementConfig,

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
-from mrl.config.load import load_config, load_config_of
+from mrl.config.resolved.load import load_config, load_config_of
 from mrl.controller import ray_cluster
 from mrl.demo.demo import CONFIGS, DemoResult, DemoSettings, learn, timed, values_of, warm_model
 from mrl.demo.preferences import sample_policy, train_judged

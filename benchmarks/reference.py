@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.verify.spawn import run_distributed
 from tests.reference.compare import NORM_TOLERANCE, TOLERANCE, hold
 from tests.reference.matrix import all_cases, record

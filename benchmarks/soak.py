@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Benchmark, parser
 from benchmarks.killed_runs import LIMIT_S, Attempt, figures, finish, start
-from mrl.config.run_directory import steps_in
+from mrl.config.resolved.run_directory import steps_in
 from mrl.controller.node_agent import read_process
 from mrl.events import Event, ReplicaLost, Retried, RunRestarted, WorkersStarted, read_events
 

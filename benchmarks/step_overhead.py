@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import end_to_end
 from benchmarks.harness import Benchmark, Timing, parser
 from mrl.config.arithmetic import longest_sample_tokens, needs_old_log_probs, num_engines
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config, TrainedModelConfig
 from mrl.models.families import read_spec
 from mrl.models.table import Head

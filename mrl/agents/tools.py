@@ -16,8 +16,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mrl.agents.environment import Done, Environment, Observation, Start, Task, ToolCall, Turn
-from mrl.config.agent import ToolConfig
-from mrl.config.names import TOOLS
+from mrl.config.agent import TOOLS, ToolConfig
 from mrl.errors import AgentError, NameUnknown, did_you_mean
 from mrl.registry import load_attribute
 

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mrl.agents.environment import Answer, Done, Environment, Observation, Start, Task, Turn, from_json, to_json
-from mrl.config.agent import AgentConfig, EnvironmentConfig, ToolConfig
-from mrl.config.names import ENVIRONMENTS
+from mrl.config.agent import ENVIRONMENTS, AgentConfig, EnvironmentConfig, ToolConfig
 from mrl.errors import MrlError, NameUnknown
 from mrl.registry import load_attribute
 from mrl.rewards.messages import control

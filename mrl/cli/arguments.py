@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from mrl.config.load import Resolved, load_any_config
+from mrl.config.resolved.load import Resolved, load_any_config
 from mrl.errors import ConfigError, Problem
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mrl.cli.arguments import add_config, load_one
 from mrl.config.hardware import DEFAULT, HARDWARE
-from mrl.config.load import Resolved
+from mrl.config.resolved.load import Resolved
 from mrl.preflight.findings import CheckResult, check_offline, check_own_parts, guarded, skip
 
 EXAMPLE = "mrl check configs/laptop-ppo.yaml --offline"

@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl.cli.arguments import aligned
 from mrl.cli.export import export_role
-from mrl.config.load import Resolved, load_config, rename_models, settle_models
+from mrl.config.resolved.load import Resolved, load_config, rename_models, settle_models
 from mrl.config.schema import Config
 from mrl.errors import SetupError
 from mrl.events import EventLog

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mrl.cli.arguments import add_config, aligned, load_one
+from mrl.config.agent import ENVIRONMENTS
 from mrl.config.arithmetic import (
     has_own_rollout_pool,
     has_reference,
@@ -20,8 +21,7 @@ from mrl.config.arithmetic import (
     samples_per_step,
     updates_per_step,
 )
-from mrl.config.load import Resolved
-from mrl.config.names import ENVIRONMENTS
+from mrl.config.resolved.load import Resolved
 from mrl.config.reward import JUDGE
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, SftBatchConfig

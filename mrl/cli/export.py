@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mrl.config.load import load_any_config
+from mrl.config.resolved.load import load_any_config
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.dtypes import torch_dtype
 from mrl.errors import EngineError, SetupError

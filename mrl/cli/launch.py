@@ -15,7 +15,7 @@ from typing import Any
 from mrl import files
 from mrl.cli.arguments import add_config, load_one, split_arguments, warn_unchecked
 from mrl.cli.explain import explain
-from mrl.config.load import VERBS, Resolved
+from mrl.config.resolved.load import VERBS, Resolved
 from mrl.errors import SetupError
 from mrl.launch.ray_job import RayJob, make_job, pack, submit_command, submit_script, write_job_directory
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, load_site, render_script

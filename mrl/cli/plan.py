@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE
-from mrl.config.load import Resolved
+from mrl.config.resolved.load import Resolved
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, SftConfig
 from mrl.errors import ConfigError, Problem

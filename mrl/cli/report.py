@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mrl.config.load import load_any_config
-from mrl.config.render import render_difference
+from mrl.config.resolved.load import load_any_config
+from mrl.config.resolved.render import render_difference
 from mrl.errors import SetupError
 from mrl.files import read_text
 from mrl.redaction import redact_text

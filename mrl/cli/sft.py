@@ -9,7 +9,7 @@ import argparse
 
 from mrl.cli.arguments import add_config_first
 from mrl.cli.supervise import Lost, add_attempt, finished, watched
-from mrl.config.load import Resolved, load_config_of, settle_models
+from mrl.config.resolved.load import Resolved, load_config_of, settle_models
 from mrl.config.sft import SftConfig
 from mrl.errors import EXIT_STOPPED
 

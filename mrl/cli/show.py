@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cli.arguments import split_arguments, warn_unchecked
-from mrl.config.load import Resolved, load_any_config
-from mrl.config.render import render, render_difference, render_schema
+from mrl.config.resolved.load import Resolved, load_any_config
+from mrl.config.resolved.render import render, render_difference, render_schema
 from mrl.errors import ConfigError, Problem
 from mrl.files import read_text
 from mrl.redaction import redact_text

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from mrl.children import die_with, listening
-from mrl.config.load import AnyTyped, Resolved, config_kind
-from mrl.config.run_directory import CHECKPOINTS, EVENTS, steps_in
+from mrl.config.resolved.load import AnyTyped, Resolved, config_kind
+from mrl.config.resolved.run_directory import CHECKPOINTS, EVENTS, steps_in
 from mrl.errors import MrlError, PlacementError, WorkerDied, WorkerSilent
 from mrl.events import Event, EventLog, RayLost, RunEnded, RunRestarted, last_ending
 

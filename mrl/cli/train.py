@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mrl.cli.arguments import add_config_first
 from mrl.cli.supervise import Lost, add_attempt, finished, watched
-from mrl.config.load import Resolved, load_config, settle_models
+from mrl.config.resolved.load import Resolved, load_config, settle_models
 from mrl.config.schema import Config
 from mrl.errors import EXIT_STOPPED, ConfigError, Problem, TooFewDevices
 from mrl.plan.search import fits_on

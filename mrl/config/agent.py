@@ -6,14 +6,28 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
-from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Text, at_least
+from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Text, at_least, component
+
+ENVIRONMENTS = {
+    "tools": "mrl.agents.tools:ToolEnvironment",
+    "search_r1": "mrl.agents.search:SearchR1",
+    "program": "mrl.agents.program:Program",
+}
+TEXT_FORMATS = ("search_r1",)
+"""Formats that write text without chat roles."""
+FORMATS = ("hermes", "llama3_json", *TEXT_FORMATS)
+TOOLS = {
+    "calculator": "mrl.agents.built_in_tools:calculator",
+    "python": "mrl.agents.built_in_tools:python",
+    "search": "mrl.agents.search:search",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolConfig:
     """A tool of the environment `tools`."""
 
-    name: Text
+    name: Annotated[str, component("tool", TOOLS)]
     """A built-in tool (`calculator`, `python`, `search`), or your own function as `package.module:function`. Its type
     hints and its docstring are shown to the model."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -24,7 +38,7 @@ class ToolConfig:
 class EnvironmentConfig:
     """The environment that answers the model, and its limits."""
 
-    name: Text = "tools"
+    name: Annotated[str, component("environment", ENVIRONMENTS)] = "tools"
     """`tools`, which calls functions; `search_r1`; `program`, your own command, which reaches the model at an
     OpenAI-compatible address; or your own class as `package.module:class`."""
     sources: list[Text] | None = None
@@ -34,7 +48,7 @@ class EnvironmentConfig:
     """Keyword arguments for the class."""
     tools: dict[PlainName, ToolConfig] = field(default_factory=dict)
     """Name of each tool for the model -> the tool."""
-    format: Text = "hermes"
+    format: Annotated[str, component("format", FORMATS)] = "hermes"
     """How the model writes tool calls: `hermes` (Qwen), `llama3_json`, `search_r1`, or your own as
     `package.module:class`."""
     max_turns: Annotated[int, at_least(2)] = 4

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mrl.config.bounds import Amount, Count, Proportion, Share, Text, at_least, more_than
+from mrl.config.bounds import Amount, Count, Proportion, Share, at_least, component, more_than
+
+ADVANTAGES = (
+    *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+)
+POLICY_LOSSES = ("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "kl", "mse", "low_var_kl")
+KlEstimator = Annotated[str, component("KL estimator", KL_ESTIMATORS)]
+RATIO_LEVELS = ("token", "sequence", "geometric")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +26,9 @@ class KlConfig:
     """Where the KL divergence is applied. Any value except `none` keeps a reference model in addition to the actor."""
     coef: Amount = 0.001
     """Coefficient of the divergence in the reward and in the loss. Adaptive control changes only the reward's."""
-    in_reward: Text = "k1"
+    in_reward: KlEstimator = "k1"
     """Estimator of the KL in the reward."""
-    in_loss: Text = "k3"
+    in_loss: KlEstimator = "k3"
     """Estimator of the KL in the loss. As a loss, `k1` has zero gradient on average."""
     target: Share | None = None
     """Target divergence of the adaptive coefficient in the reward. Null keeps the coefficient constant."""
@@ -30,9 +40,9 @@ class KlConfig:
 class LossConfig:
     """The loss of the actor and of the critic."""
 
-    policy: Text = "ppo"
+    policy: Annotated[str, component("policy loss", POLICY_LOSSES)] = "ppo"
     """Policy loss: a known name such as `ppo` or `gspo`, or your own as `package.module:attribute`."""
-    aggregation: Text = "token-mean"
+    aggregation: Annotated[str, component("loss aggregation", AGGREGATIONS)] = "token-mean"
     """How token losses are reduced to one number over the whole update: `token-mean`, `seq-mean-token-mean`, ..."""
     horizon_tokens: Count | None = None
     """Divisor of `seq-mean-token-sum-norm`. Null uses rollout.max_response_tokens."""
@@ -72,7 +82,7 @@ class OverlongConfig:
 class CorrectionConfig:
     """Importance weights that correct for the difference between the engine's policy and the trained policy."""
 
-    level: Text = "token"
+    level: Annotated[str, component("importance ratio level", RATIO_LEVELS)] = "token"
     """Ratio per `token`, per `sequence`, or its `geometric` mean."""
     beyond: Literal["truncate", "mask"] = "truncate"
     """Handling of a weight beyond the bounds: truncate it to the bound, or mask the token."""
@@ -94,7 +104,7 @@ class DistillationConfig:
     same over the full vocabulary."""
     coef: Amount = 1.0
     """Coefficient of the teacher's term. Advantages from rewards are added unchanged."""
-    estimator: Text = "k2"
+    estimator: KlEstimator = "k2"
     """Estimator of `sampled`. Its average gradient is that of the reverse KL for `k2`, of the forward KL for `k3`."""
     beta: Proportion = 1.0
     """For `top_k` and `full`: 0 is the forward KL(nu
@@ -112,7 +122,7 @@ class DistillationConfig:
 class AlgorithmConfig:
     """How the policy learns from the samples."""
 
-    advantage: Text
+    advantage: Annotated[str, component("advantage estimator", ADVANTAGES)]
     """Advantage estimator: a known name such as `gae` or `grpo`, or your own as `package.module:attribute`."""
     gamma: Proportion = 1.0
     """Discount of later rewards."""

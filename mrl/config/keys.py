@@ -106,6 +106,27 @@ def _with_names_of(path: KeyPath, place: KeyPath) -> KeyPath:
     )
 
 
+def typed_leaves(annotation: Any, value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Any]]:
+    """Yield each value of a typed configuration that is set, with its path and its type. Skip free keys."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if value is None:
+        return
+    if origin in (Union, types.UnionType) and section_of(annotation) is None:
+        (annotation,) = (choice for choice in arguments if choice is not type(None))
+        yield from typed_leaves(annotation, value, path)
+    elif (section := section_of(annotation)) is not None:
+        for name, key in fields_of(section).items():
+            yield from typed_leaves(key.annotation, getattr(value, name), (*path, name))
+    elif origin is list:
+        for number, item in enumerate(value):
+            yield from typed_leaves(arguments[0], item, (*path, str(number)))
+    elif origin is dict:
+        for name, item in value.items() if arguments[1] is not Any else ():
+            yield from typed_leaves(arguments[1], item, (*path, name))
+    else:
+        yield path, annotation, value
+
+
 def describe_type(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:

@@ -18,7 +18,9 @@ from mrl.config.bounds import (
     Share,
     Text,
     at_least,
+    is_path,
     matching,
+    own_component,
 )
 
 _FILES = {
@@ -37,7 +39,7 @@ BUILT_IN = {name: f"mrl.rewards.functions.{file}:{name}" for file, names in _FIL
 class RewardFunctionConfig:
     """One function of the weighted sum that is the reward."""
 
-    name: Text
+    name: Annotated[str, own_component(is_path)]
     """A built-in function such as `gsm8k`, or your own as `package.module:function`."""
     weight: float = 1.0
     """Factor of its score. 0 only records the score in the metrics."""
@@ -84,7 +86,7 @@ class RewardConfig:
 
     functions: dict[PlainName, RewardFunctionConfig] = field(default_factory=dict)
     """Name of each function in metrics -> the function. May be empty if a reward model scores."""
-    manager: Text | None = None
+    manager: Annotated[str, own_component()] | None = None
     """Your own class instead of RewardManager as `package.module:class`, with the same constructor. Null uses mrl's
     class."""
     num_workers: Count = 4

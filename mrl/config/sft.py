@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mrl.config.bounds import Amount, Bound, Count, NotNegative, Seconds, Share, Text
+from mrl.config.bounds import Amount, Bound, Count, NotNegative, Seconds, Share, Text, component
+from mrl.config.data import DataConfig
 from mrl.config.schema import (
     ClusterConfig,
     Config,
-    DataConfig,
     DeadlinesConfig,
     MegatronModelConfig,
     ModelConfig,
@@ -17,6 +17,7 @@ from mrl.config.schema import (
     RunConfig,
     TrainedModelConfig,
 )
+from mrl.config.training import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class SftTrainingConfig:
     `cluster.nodes=3` with a layout that fits. They apply until the end of this command. If empty, the run gives up."""
     time_limit_s: Seconds | None = None
     """Wall-clock time after which the run saves and ends. Null sets no limit."""
-    trackers: list[Text] = field(default_factory=list)
+    trackers: list[Tracker] = field(default_factory=list)
     """Where metrics go in addition to `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, each with the extra
     of the same name, or your own as `package.module:class`. If one fails, the run reports it and continues."""
 
@@ -121,6 +122,13 @@ class SftConfig:
 AnyConfig = Config | SftConfig
 
 
+PREFERENCE_LOSSES = ("sigmoid", "conservative", "robust", "hinge", "ipo_sum", "ipo_mean", "simpo", "orpo")
+OF_A_BATCH = {
+    "kto": "its baseline is a mean over the batch",
+    "aot": "it sorts the batch",
+    "aot_unpaired": "it sorts the batch",
+}
+"""Preference losses that are refused, with the reason."""
 WITHOUT_REFERENCE = ("simpo", "orpo")
 """Losses without a reference model."""
 Minority = Annotated[float, Bound("at least 0 and less than 0.5", lambda value: 0 <= value < 0.5)]
@@ -145,7 +153,7 @@ class RewardLossConfig:
 class DpoLossConfig:
     """Loss of a policy that learns from pairs, relative to itself before training."""
 
-    loss: Text = "sigmoid"
+    loss: Annotated[str, component("preference loss", (*PREFERENCE_LOSSES, *OF_A_BATCH))] = "sigmoid"
     """`sigmoid` (DPO as published), `conservative` and `robust` (labels may be wrong), `hinge`, `ipo_sum`, `ipo_mean`;
     `simpo` and `orpo`, which use no reference; or your own as `package.module:attribute`."""
     beta: Share = 0.1

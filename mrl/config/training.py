@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Share, Text
+from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Share, Text, component, own_component
 from mrl.config.reward import RewardFunctionConfig
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
+Tracker = Annotated[str, component("tracker", TRACKERS)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +42,10 @@ class TrainingConfig:
     `cluster.nodes=3` with a layout that fits. They apply until the end of this command. If empty, the run gives up."""
     time_limit_s: Seconds | None = None
     """Wall-clock time after which the run saves and ends. Null sets no limit."""
-    trackers: list[Text] = field(default_factory=list)
+    trackers: list[Tracker] = field(default_factory=list)
     """Where metrics go in addition to `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `swanlab`, each with the extra
     of the same name, or your own as `package.module:class`. If one fails, the run reports it and continues."""
-    metrics: list[Text] = field(default_factory=list)
+    metrics: list[Annotated[str, own_component()]] = field(default_factory=list)
     """Your own metrics of a step, as `package.module:function`. Each function gets the batch of the step and returns
     name -> number. The metric is called `own/NAME`. If one fails, the run reports it and continues."""
     dump_steps: list[Count] = field(default_factory=list)

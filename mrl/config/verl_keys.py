@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mrl.config import verl_values as to
-from mrl.config.names import AGGREGATIONS, ENGINES, KL_ESTIMATORS, POLICY_LOSSES
+from mrl.config.algorithm import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from mrl.config.schema import ENGINES
 from mrl.config.values import UNUSABLE, KeyPath
 from mrl.config.verl_values import Convert, Values, among, name_alone, same, zero_if_negative
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from mrl.config.names import ADVANTAGES, TRACKERS
+from mrl.config.algorithm import ADVANTAGES
+from mrl.config.training import TRACKERS
 from mrl.config.values import UNUSABLE, leaves_of
 
 Values = Mapping[str, Any]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl import files
-from mrl.config.schema import DataConfig, RolloutConfig
+from mrl.config.data import DataConfig
+from mrl.config.schema import RolloutConfig
 from mrl.data.chat_template import ChatTemplate, TemplateFailure, chat_template
 from mrl.errors import DataError, ModelError
 from mrl.hub import check_files

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mrl.config.schema import DataConfig
+from mrl.config.data import DataConfig
 from mrl.data.chat import ChatTokenizer, control_tokens, load_tokenizer, template_of, template_options
 from mrl.data.chat_template import ChatTemplate, TemplateFailure
 from mrl.data.rows import Message, PromptRow

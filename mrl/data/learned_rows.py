@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mrl.config.schema import ColumnsConfig
+from mrl.config.data import ColumnsConfig
 from mrl.config.sft import SftBatchConfig
 from mrl.data.rows import Cells, Message, PromptRow, describe, read_prompt
 from mrl.errors import BadRow, DataError

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mrl.config.names import FILE_KINDS
+from mrl.config.data import FILE_KINDS
 from mrl.data.published import Exercise, Published
 from mrl.data.row_files import JsonlFile, ParquetFile
 from mrl.errors import BadRow, DataError

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mrl.config.schema import BatchConfig, DataConfig
+from mrl.config.data import DataConfig
+from mrl.config.schema import BatchConfig
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, to_batch
 from mrl.data.sampler import DifficultySampler, Draw, PromptSampler
 from mrl.data.sources import fingerprint

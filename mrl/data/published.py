@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from mrl.answers import after_hashes, last_boxed
-from mrl.config.schema import ColumnsConfig
+from mrl.config.data import ColumnsConfig
 from mrl.data.rows import PromptRow, ReadRow, read_prompt
 from mrl.errors import BadRow
 

@@ -12,7 +12,8 @@ from typing import Literal
 
 import torch
 
-from mrl.config.schema import DataConfig, RolloutConfig, SourceConfig
+from mrl.config.data import DataConfig, SourceConfig
+from mrl.config.schema import RolloutConfig
 from mrl.config.sft import RankedConfig, SftConfig
 from mrl.data.chat import ChatTokenizer
 from mrl.data.conversation import Continuation, PromptEncoder, prompt_encoder

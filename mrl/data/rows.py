@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config.schema import ColumnsConfig
+from mrl.config.data import ColumnsConfig
 from mrl.errors import BadRow, did_you_mean
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mrl import files
-from mrl.config.names import is_file
-from mrl.config.schema import ColumnsConfig, SourceConfig
+from mrl.config.data import ColumnsConfig, SourceConfig, is_file
 from mrl.data.reasoning_gym import ReasoningGymTask
 from mrl.data.row_files import JsonlFile, ParquetFile
 from mrl.data.rows import Cells

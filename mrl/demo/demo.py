@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from mrl.config.load import load_config, load_config_of
+from mrl.config.resolved.load import load_config, load_config_of
 from mrl.config.schema import ClusterConfig
 from mrl.controller import ray_cluster
 from mrl.demo.model import make_model

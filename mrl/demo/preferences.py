@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mrl.config.load import load_config, load_config_of
+from mrl.config.resolved.load import load_config, load_config_of
 from mrl.data.row_files import read_newest_samples
 from mrl.data.toy import addition
 from mrl.errors import DataError, SetupError

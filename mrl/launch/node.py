@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mrl import files
-from mrl.config.load import load_any_config
+from mrl.config.resolved.load import load_any_config
 from mrl.config.schema import ClusterConfig, Config
 from mrl.errors import EXIT_STOPPED, MrlError, SetupError, TooFewDevices
 from mrl.plan.search import fits_on

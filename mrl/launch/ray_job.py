@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mrl import files
-from mrl.config.load import Resolved, model_names
-from mrl.config.names import is_file, own_parts
+from mrl.config.data import is_file
+from mrl.config.resolved.load import Resolved, model_names
+from mrl.config.resolved.sources import read_chain, read_overrides
+from mrl.config.rules.components import own_parts
 from mrl.config.sft import AnyConfig
-from mrl.config.sources import read_chain, read_overrides
 from mrl.config.values import ENVIRONMENT_VARIABLE, dotted, leaves_of, merge
 from mrl.errors import ConfigError, Problem, SetupError
 from mrl.redaction import is_secret_key

@@ -15,8 +15,8 @@ from typing import Annotated, Literal
 
 from mrl.config.bounds import Count, Seconds, Text, matching
 from mrl.config.keys import convert
+from mrl.config.resolved.sources import read_chain
 from mrl.config.sft import AnyConfig
-from mrl.config.sources import read_chain
 from mrl.config.values import interpolate
 from mrl.errors import EXIT_STOPPED, ConfigError, Problem
 from mrl.redaction import is_secret_key, redact_text

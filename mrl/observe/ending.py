@@ -6,7 +6,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from mrl.config.run_directory import EVENTS, is_held
+from mrl.config.resolved.run_directory import EVENTS, is_held
 from mrl.events import last_ending, read_events
 
 _VERDICTS = {

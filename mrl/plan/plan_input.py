@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar, cast
 
 from mrl.config.hardware import DEFAULT, Hardware, hardware
-from mrl.config.load import AnyTyped, Resolved
-from mrl.config.model_rules import ModelShape, check_model_rules
-from mrl.config.rules import check_rules
+from mrl.config.resolved.load import AnyTyped, Resolved
+from mrl.config.rules.check import check_sizes
+from mrl.config.rules.model_shape import ModelShape, check_model_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import ConfigError, ModelError, Problem
@@ -33,7 +33,7 @@ class Planned(Generic[AnyTyped]):
     hardware: Hardware
 
     def problems(self) -> Iterator[Problem]:
-        yield from check_rules(self.config)
+        yield from check_sizes(self.config)
         for role, spec in self.specs.items():
             num_experts = spec.moe.num_experts if spec.moe else None
             heads = (spec.num_heads, spec.num_kv_heads)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step
 from mrl.config.hardware import DEFAULT_UTILIZATION
-from mrl.config.load import Resolved
+from mrl.config.resolved.load import Resolved
 from mrl.config.reward import JUDGE
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig, RolloutConfig
 from mrl.errors import ModelError

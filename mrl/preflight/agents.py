@@ -10,8 +10,7 @@ import numpy as np
 
 from mrl.agents.loop import Dialog, Dialogs, Opening, open_dialogs
 from mrl.agents.observation import CONVERSATIONS, TurnTemplate, differences
-from mrl.config.agent import EnvironmentConfig
-from mrl.config.names import TEXT_FORMATS
+from mrl.config.agent import TEXT_FORMATS, EnvironmentConfig
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, template_options
 from mrl.data.rlhf_dataset import Prompt

@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from mrl.config.arithmetic import rows_per_step
-from mrl.config.load import AnyTyped, in_directories, model_names, rename_models
+from mrl.config.data import SourceConfig
+from mrl.config.resolved.load import AnyTyped, in_directories, model_names, rename_models
 from mrl.config.reward import JUDGE, RewardConfig
-from mrl.config.reward_rules import asks_own_engines
-from mrl.config.schema import Config, SourceConfig
+from mrl.config.rules.reward_options import asks_own_engines
+from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.data.chat import ChatTokenizer, end_tokens, load_tokenizer
 from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset, open_sft_dataset

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from mrl.config.arithmetic import role_batch, role_mesh, samples_per_step, updates_per_step
-from mrl.config.load import Resolved
-from mrl.config.names import missing_modules
+from mrl.config.resolved.load import Resolved
+from mrl.config.rules.components import missing_modules
 from mrl.config.schema import ClusterConfig, Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.config.step_calls import SAMPLE_COLUMNS, step_calls

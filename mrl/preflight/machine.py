@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.arithmetic import rows_per_step, tokens_limit
-from mrl.config.load import Resolved
-from mrl.config.run_directory import CHECKPOINTS, steps_in
+from mrl.config.resolved.load import Resolved
+from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import ModelError, SetupError

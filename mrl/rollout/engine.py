@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mrl.config.hardware import DEFAULT_UTILIZATION
-from mrl.config.names import ENGINES
+from mrl.config.schema import ENGINES
 from mrl.errors import DeviceFull, NameUnknown, RolloutError, did_you_mean
 from mrl.registry import load_attribute
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling

@@ -27,7 +27,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from mrl.config.vllm_fields import OWNED
+from mrl.config.libraries.vllm_fields import OWNED
 from mrl.errors import RolloutError, SetupError
 from mrl.models.families import read_spec
 from mrl.rollout.capacity import EngineDemand, engine_capacity

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl import files
-from mrl.config.run_directory import checkpoint_of, steps_in
+from mrl.config.resolved.run_directory import checkpoint_of, steps_in
 from mrl.errors import CheckpointError, MrlError
 from mrl.events import EventLog, Saved, Warned
 from mrl.trainer.role_client import RoleClient

@@ -15,8 +15,8 @@ from typing import Any
 from mrl.agents.loop import has_stops, open_dialogs
 from mrl.algos.kl import KLController
 from mrl.config.arithmetic import has_reference, role_mesh
-from mrl.config.load import in_directories
 from mrl.config.mesh import Mesh
+from mrl.config.resolved.load import in_directories
 from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext

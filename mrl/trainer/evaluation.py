@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mrl.agents.loop import has_stops, open_dialogs
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_devices
-from mrl.config.load import in_directories
+from mrl.config.resolved.load import in_directories
 from mrl.config.reward import JUDGE
 from mrl.config.schema import Config, PlacementConfig
 from mrl.config.training import ValidationConfig

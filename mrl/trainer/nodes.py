@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mrl.config.load import model_names
+from mrl.config.resolved.load import model_names
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
 from mrl.controller import ResourcePoolManager, RunContext, ray_cluster

@@ -18,8 +18,8 @@ from typing import Any, Generic, Protocol
 
 import mrl
 from mrl.children import listening
-from mrl.config.load import AnyTyped, Resolved
-from mrl.config.run_directory import CHECKPOINTS, EVENTS, open_run_directory
+from mrl.config.resolved.load import AnyTyped, Resolved
+from mrl.config.resolved.run_directory import CHECKPOINTS, EVENTS, open_run_directory
 from mrl.config.sft import AnyConfig
 from mrl.errors import CheckpointError, MrlError, SetupError, WorkerDied, WorkerRaised, WorkerSilent
 from mrl.events import Event, EventLog, RunEnded, RunStarted, Warned

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from mrl.config.arithmetic import role_mesh
-from mrl.config.load import in_directories
-from mrl.config.names import SAMPLERS
-from mrl.config.run_directory import CHECKPOINTS, checkpoint_of
+from mrl.config.data import SAMPLERS
+from mrl.config.resolved.load import in_directories
+from mrl.config.resolved.run_directory import CHECKPOINTS, checkpoint_of
 from mrl.config.schema import BatchConfig
 from mrl.config.sft import DpoConfig, SftConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from mrl.config import step_calls
-from mrl.config.learning_rules import validation_figures
 from mrl.config.reward import label_of
-from mrl.config.reward_rules import is_measured
+from mrl.config.rules.reward import is_measured
+from mrl.config.rules.validation import validation_figures
 from mrl.config.schema import Config
 from mrl.config.training import ValidationConfig
 from mrl.controller.transport import fetch

@@ -15,8 +15,7 @@ from mrl.agents.conversation import Ids
 from mrl.agents.formats import load_format
 from mrl.agents.loop import Dialog, Dialogs, Opening
 from mrl.agents.observation import Speaker, TurnTemplate
-from mrl.config.agent import AgentConfig, EnvironmentConfig
-from mrl.config.names import ENVIRONMENTS
+from mrl.config.agent import ENVIRONMENTS, AgentConfig, EnvironmentConfig
 from mrl.data.chat import ChatTokenizer
 from mrl.events import Event
 from mrl.rollout.requests import Generated, GenerationRequest

@@ -18,7 +18,7 @@ import pytest
 
 from mrl.cli.main import main
 from mrl.config import step_calls
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config
 from mrl.config.step_calls import STEP
 from mrl.errors import ConfigError

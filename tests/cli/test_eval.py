@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mrl.cli import eval as verb
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.errors import CheckpointError, ConfigError, SetupError
 
 CONFIG = """\

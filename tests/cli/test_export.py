@@ -10,7 +10,7 @@ import torch
 
 from mrl.cli.export import export_role
 from mrl.cli.main import main
-from mrl.config.load import load_config_of
+from mrl.config.resolved.load import load_config_of
 from mrl.demo.model import make_model
 from mrl.errors import EngineError, SetupError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mrl.cli.main import main
-from mrl.config.run_directory import CHECKPOINTS
+from mrl.config.resolved.run_directory import CHECKPOINTS
 from mrl.events import EventLog
 from mrl.trainer.checkpoints import CheckpointManager
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mrl.cli.main import main
-from mrl.config.load import load_any_config, load_config, load_config_of
+from mrl.config.resolved.load import load_any_config, load_config, load_config_of
 from mrl.config.schema import Config
 from mrl.config.sft import SftConfig
 from mrl.demo.model import make_model

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.render import render_schema
+from mrl.config.resolved.render import render_schema
 
 ROOT = Path(__file__).parents[2]
 PPO, GRPO = "configs/laptop-ppo.yaml", "configs/laptop-grpo.yaml"

@@ -12,7 +12,7 @@ import pytest
 
 from mrl.cli import supervise as module
 from mrl.cli.supervise import EXIT_FAILED, EXIT_LOST, EXIT_NO_PLACE, supervise, watched
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.errors import ConfigError, MrlError, Problem, TooFewDevices, WorkerDied
 from mrl.events import EventLog, RunEnded, RunRestarted, RunStarted, last_ending, read_events
 

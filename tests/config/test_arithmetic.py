@@ -20,7 +20,7 @@ from mrl.config.arithmetic import (
     samples_per_step,
     updates_per_step,
 )
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config
 from mrl.errors import ConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mrl.config.arithmetic import cache_in_flight
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config
 from mrl.errors import ConfigError
 

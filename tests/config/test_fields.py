@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from mrl.config import passthrough
-from mrl.config.passthrough import Target
+from mrl.config.libraries import installed
+from mrl.config.libraries.installed import Target
 
 TARGETS = {
-    "actor.megatron": passthrough.TRANSFORMER,
-    "actor.ddp": passthrough.DDP,
-    "actor.optimizer": passthrough.OPTIMIZER,
-    "rollout.vllm": passthrough.ENGINE,
-    "judge.vllm": passthrough.SERVER,
+    "actor.megatron": installed.TRANSFORMER,
+    "actor.ddp": installed.DDP,
+    "actor.optimizer": installed.OPTIMIZER,
+    "rollout.vllm": installed.ENGINE,
+    "judge.vllm": installed.SERVER,
 }
 FEWEST_FIELDS = {"actor.megatron": 240, "actor.ddp": 27, "actor.optimizer": 50, "rollout.vllm": 250, "judge.vllm": 250}
 
@@ -29,7 +29,7 @@ def undecided(target: Target, fields: Iterable[str]) -> list[str]:
 @pytest.mark.parametrize("section", TARGETS)
 def test_every_field_is_taken_set_or_refused(section: str) -> None:
     target = TARGETS[section]
-    fields = passthrough.field_types(target) or {}
+    fields = installed.field_types(target) or {}
     assert len(fields) >= FEWEST_FIELDS[section]
     assert not undecided(target, fields)
 
@@ -42,5 +42,5 @@ def test_no_field_is_in_two_lists(section: str) -> None:
 
 
 def test_a_field_that_nobody_has_decided_about_is_found() -> None:
-    assert undecided(passthrough.TRANSFORMER, ["a_new_switch", "fp8", "num_layers"]) == ["a_new_switch"]
-    assert passthrough.TRANSFORMER.rules.refusal("a_new_switch", True) == "no test of mrl compares it with a plain run"
+    assert undecided(installed.TRANSFORMER, ["a_new_switch", "fp8", "num_layers"]) == ["a_new_switch"]
+    assert installed.TRANSFORMER.rules.refusal("a_new_switch", True) == "no test of mrl compares it with a plain run"

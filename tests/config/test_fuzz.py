@@ -6,8 +6,8 @@ import contextlib
 import random
 from collections.abc import Callable
 
-from mrl.config.load import load_config
-from mrl.config.render import render
+from mrl.config.resolved.load import load_config
+from mrl.config.resolved.render import render
 from mrl.errors import ConfigError
 from tests.fuzzing import damaged, rounds
 

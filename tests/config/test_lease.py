@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config import run_directory as module
-from mrl.config.run_directory import lease
+from mrl.config.resolved import run_directory as module
+from mrl.config.resolved.run_directory import lease
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from mrl.config import run_directory as lease
+from mrl.config.resolved import run_directory as lease
 lease._BOOT_ID, lease._BEAT_S = Path(sys.argv[2]), 0.2
 with lease.lease(Path(sys.argv[1])) as holder:
     print("held", flush=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from mrl.config.load import VERBS, Resolved, load_any_config, load_config, load_config_of
-from mrl.config.model_rules import ModelShape, read_model_shape
+from mrl.config.resolved.load import VERBS, Resolved, load_any_config, load_config, load_config_of
+from mrl.config.resolved.sources import read_yaml
+from mrl.config.rules.model_shape import ModelShape, read_model_shape
 from mrl.config.schema import DeadlinesConfig, ParallelConfig
-from mrl.config.sources import read_yaml
 from mrl.errors import ConfigError
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from mrl.config.load import Resolved, in_directories, load_config, load_config_of, settle_models
-from mrl.config.run_directory import open_run_directory
+from mrl.config.resolved.load import Resolved, in_directories, load_config, load_config_of, settle_models
+from mrl.config.resolved.run_directory import open_run_directory
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, ModelError
 from tests.hub import make_hub_cache

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import load_config
-from mrl.config.passthrough import wrong_value
+from mrl.config.libraries.installed import wrong_value
+from mrl.config.resolved.load import load_config
 from mrl.errors import ConfigError
 from tests.apart import run_python
 
@@ -145,7 +145,7 @@ def test_a_value_of_a_wrong_type(override: str, valid: str, write: Write) -> Non
 def test_what_the_plan_reads_is_checked_without_the_libraries(valid: str, write: Write) -> None:
     code = (
         "import importlib.util, sys\n"
-        "from mrl.config.load import load_config\n"
+        "from mrl.config.resolved.load import load_config\n"
         "importlib.util.find_spec = lambda name: None\n"
         f"load_config({write(valid)!r}, sys.argv[1:])\n"
     )

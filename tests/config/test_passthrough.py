@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config import passthrough
-from mrl.config.load import load_config
+from mrl.config.libraries import installed
+from mrl.config.resolved.load import load_config
 from mrl.errors import ConfigError
 
 OVERRIDES = ["actor.megatron.recompute_num_layers=1", "rollout.vllm={enforce_eager: true, max_num_seqs: 8}"]
@@ -19,9 +19,9 @@ OVERRIDES = ["actor.megatron.recompute_num_layers=1", "rollout.vllm={enforce_eag
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    passthrough._installed_sources.cache_clear()
+    installed._installed_sources.cache_clear()
     yield
-    passthrough._installed_sources.cache_clear()
+    installed._installed_sources.cache_clear()
 
 
 def test_without_the_libraries_nothing_is_silent(
@@ -49,9 +49,9 @@ def test_what_mrl_sets_is_refused_without_the_libraries(
 def test_a_class_that_has_moved_is_a_warning(
     source: str, tmp_path: Path, valid: str, write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for file in passthrough.TRANSFORMER.files:
+    for file in installed.TRANSFORMER.files:
         write(source, f"megatron/{file}")
-    monkeypatch.setattr(passthrough, "_installed_file", lambda package, file: tmp_path / package / file)
+    monkeypatch.setattr(installed, "_installed_file", lambda package, file: tmp_path / package / file)
     resolved = load_config(
         write(valid.replace("  optimizer: {lr: 1e-6}\n", "")), ["actor.megatron.recompute_num_layers=1"]
     )
@@ -137,11 +137,11 @@ def test_what_is_refused_may_be_switched_off(override: str, valid: str, write: C
 
 TARGETS = {
     "megatron": {
-        "megatron.core.transformer.transformer_config": passthrough.TRANSFORMER,
-        "megatron.core.distributed": passthrough.DDP,
-        "megatron.core.optimizer": passthrough.OPTIMIZER,
+        "megatron.core.transformer.transformer_config": installed.TRANSFORMER,
+        "megatron.core.distributed": installed.DDP,
+        "megatron.core.optimizer": installed.OPTIMIZER,
     },
-    "vllm": {"vllm.engine.arg_utils": passthrough.ENGINE},
+    "vllm": {"vllm.engine.arg_utils": installed.ENGINE},
 }
 
 
@@ -156,5 +156,5 @@ def test_names_read_from_the_source_are_those_of_the_class(package: str) -> None
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     real = [set(line.split()[1:]) for line in printed.stdout.splitlines() if line.startswith("fields ")]
     for target, names in zip(TARGETS[package].values(), real, strict=True):
-        assert set(passthrough.field_types(target) or ()) == names
+        assert set(installed.field_types(target) or ()) == names
         assert set(target.owned) <= names, "what mrl says it sets is there to be set"

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from mrl.config.arithmetic import role_batch, tokens_limit
-from mrl.config.load import load_any_config, load_config_of
-from mrl.config.render import render
-from mrl.config.run_directory import open_run_directory
+from mrl.config.resolved.load import load_any_config, load_config_of
+from mrl.config.resolved.render import render
+from mrl.config.resolved.run_directory import open_run_directory
 from mrl.config.sft import DpoConfig, RmConfig
 from mrl.errors import ConfigError
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from mrl.config.arithmetic import has_reference, role_mesh
-from mrl.config.load import load_config, rename_models
-from mrl.config.render import render
+from mrl.config.resolved.load import load_config, rename_models
+from mrl.config.resolved.render import render
 from mrl.config.schema import ParallelConfig
 
 APART = ("placement.pools={train: 2, frozen: 2}", "placement.roles.reference=frozen")

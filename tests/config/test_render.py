@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from mrl.config.keys import schema_keys
-from mrl.config.load import load_config
-from mrl.config.render import leaves, render, render_difference, render_schema
+from mrl.config.resolved.load import load_config
+from mrl.config.resolved.render import leaves, render, render_difference, render_schema
 from mrl.config.values import dotted
 
 Write = Callable[..., str]

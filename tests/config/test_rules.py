@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from mrl.config.load import load_config
-from mrl.config.rules import near_divisors, near_multiples, nearest
+from mrl.config.resolved.load import load_config
+from mrl.config.rules.problems import near_divisors, near_multiples, nearest
 from mrl.errors import ConfigError
 
 PROPOSAL = re.compile(r"(?:nearest|smallest): ([a-z_.]+)=([0-9]+)(?: or ([0-9]+))?$")

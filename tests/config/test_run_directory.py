@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import Resolved, load_config, load_config_of
-from mrl.config.render import render
-from mrl.config.run_directory import open_run_directory, steps_in
+from mrl.config.resolved.load import Resolved, load_config, load_config_of
+from mrl.config.resolved.render import render
+from mrl.config.resolved.run_directory import open_run_directory, steps_in
 from mrl.config.schema import Config
 from mrl.errors import ConfigError
 
@@ -128,7 +128,7 @@ def test_a_run_that_another_host_runs(valid: str, write: Write, monkeypatch: pyt
         assert path == Path("runs/demo/.lease")
         yield "pid 7 on node3"
 
-    monkeypatch.setattr("mrl.config.run_directory.lease", held)
+    monkeypatch.setattr("mrl.config.resolved.run_directory.lease", held)
     said = refusal(load_config(write(valid)))
     assert said.startswith("runs/demo: run.name: pid 7 on node3 is running this run (wait for it")
     assert not Path("runs/demo/config.yaml").exists()

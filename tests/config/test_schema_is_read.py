@@ -168,9 +168,17 @@ def self_attributes(function: ast.FunctionDef, scope: Scope) -> dict[str, Type]:
     found = {}
     for node in inside(function):
         match node:
-            case ast.Assign(targets=[ast.Attribute(value=ast.Name(id="self"), attr=name)], value=value):
-                if kind := scope.infer(value):
-                    found[name] = kind
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                pairs = [*zip(targets, values, strict=False)]
+            case ast.Assign(targets=[target], value=value):
+                pairs = [(target, value)]
+            case _:
+                pairs = []
+        for target, value in pairs:
+            match target:
+                case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                    if kind := scope.infer(value):
+                        found[name] = kind
     return found
 
 

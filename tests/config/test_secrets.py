@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import Resolved, load_config
-from mrl.config.render import render, render_difference
-from mrl.config.run_directory import open_run_directory
+from mrl.config.resolved.load import Resolved, load_config
+from mrl.config.resolved.render import render, render_difference
+from mrl.config.resolved.run_directory import open_run_directory
 from mrl.config.schema import Config
 from mrl.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mrl.config import step_calls
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config
 
 KL_COLUMNS = {"old_log_probs", "ref_log_probs"}

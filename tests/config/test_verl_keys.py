@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import load_config, load_config_of
+from mrl.config.resolved.load import load_config, load_config_of
 from mrl.errors import ConfigError, Problem
 
 PLAIN = Path(__file__).with_name("verl_0_4.yaml").read_text()

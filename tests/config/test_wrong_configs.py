@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import mrl
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.reward import BUILT_IN
-from mrl.config.reward_rules import reward_functions
+from mrl.config.rules.reward_options import reward_functions
 from mrl.errors import ConfigError
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

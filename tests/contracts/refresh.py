@@ -11,7 +11,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from mrl.config.passthrough import field_types
+from mrl.config.libraries.installed import field_types
 from tests.config.test_fields import TARGETS
 from tests.contracts.entry import Fact
 from tests.contracts.index import IndexSilent, read_archive, read_wheel, url_of

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mrl.config.schema import BatchConfig, DataConfig, RolloutConfig, SourceConfig
+from mrl.config.data import DataConfig, SourceConfig
+from mrl.config.schema import BatchConfig, RolloutConfig
 from mrl.events import EventLog
 
 if TYPE_CHECKING:  # what loads torch is loaded by the tests alone: a process that only hands them out need not wait

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from mrl.config.schema import RolloutConfig, SourceConfig
+from mrl.config.data import SourceConfig
+from mrl.config.schema import RolloutConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.data.sources import open_source

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from mrl.config.load import load_config_of
-from mrl.config.schema import ColumnsConfig, SourceConfig
+from mrl.config.data import ColumnsConfig, SourceConfig
+from mrl.config.resolved.load import load_config_of
 from mrl.data.chat import load_tokenizer
 from mrl.data.learned_rows import read_ranked
 from mrl.data.rlhf_dataset import open_sft_dataset

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mrl.config.schema import SourceConfig
+from mrl.config.data import SourceConfig
 from mrl.data import prompt_loader
 from mrl.data.packing import PackingRules, RowCost
 from mrl.data.rlhf_dataset import Overlong, shorten

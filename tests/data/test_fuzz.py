@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mrl.config.schema import ColumnsConfig
+from mrl.config.data import ColumnsConfig
 from mrl.data import template_process
 from mrl.data.chat_template import ChatTemplate, TemplateFailure
 from mrl.data.rlhf_dataset import Prompt

@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.config.load import load_config
-from mrl.config.model_rules import read_model_shape
-from mrl.config.schema import SourceConfig
+from mrl.config.data import SourceConfig
+from mrl.config.resolved.load import load_config
+from mrl.config.rules.model_shape import read_model_shape
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import Prompt, SkippedRow
 from mrl.data.row_files import ParquetFile, read_newest_samples
@@ -163,7 +163,7 @@ def test_a_parquet_file_that_is_cut_while_it_is_read(here: Path) -> None:
     write_groups(Path("rows.parquet"))
     code = (
         "import os\n"
-        "from mrl.config.schema import SourceConfig\n"
+        "from mrl.config.data import SourceConfig\n"
         "from mrl.data.sources import open_source\n"
         "from mrl.errors import DataError\n"
         "rows = open_source(SourceConfig(dataset='rows.parquet'))\n"

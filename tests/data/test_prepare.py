@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import constants
 
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.data.prepare import find_sources, prepare
 from mrl.data.published import PUBLISHED, Published
 from mrl.data.rows import PromptRow, read_prompt

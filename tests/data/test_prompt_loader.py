@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mrl import files
-from mrl.config.schema import SourceConfig
+from mrl.config.data import SourceConfig
 from mrl.data.prompt_loader import PromptLoader, SkipLog, one_pass
 from mrl.data.sampler import Draw, PromptSampler
 from mrl.errors import BadRow, DataError

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.config.load import load_config_of
-from mrl.config.schema import ColumnsConfig, SourceConfig
+from mrl.config.data import ColumnsConfig, SourceConfig
+from mrl.config.resolved.load import load_config_of
 from mrl.data.chat import ChatTokenizer
 from mrl.data.learned_rows import read_ranked
 from mrl.data.rlhf_dataset import open_sft_dataset

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.schema import SourceConfig
+from mrl.config.data import SourceConfig
 from mrl.data.reasoning_gym import score, warm_up
 from mrl.errors import DataError
 from tests.data.conftest import OpenDataset, batch_of

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from mrl.config.schema import DataConfig
+from mrl.config.data import DataConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.conversation import PromptEncoder, ResponseEncoder
 from mrl.data.rows import PromptRow

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mrl.config.schema import ColumnsConfig, RolloutConfig, SourceConfig
+from mrl.config.data import ColumnsConfig, SourceConfig
+from mrl.config.schema import RolloutConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import Overlong, open_dataset
 from mrl.errors import DataError

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from mrl.config.schema import ColumnsConfig, DataConfig, SourceConfig
+from mrl.config.data import ColumnsConfig, DataConfig, SourceConfig
 from mrl.config.sft import SftBatchConfig
 from mrl.data.chat import ChatTokenizer
 from mrl.data.conversation import PromptEncoder

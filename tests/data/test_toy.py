@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrl.config.schema import SourceConfig
+from mrl.config.data import SourceConfig
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.toy import TOY_TASKS, addition
 from mrl.demo.model import save_toy_tokenizer

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mrl.cli.demo import ALGORITHMS
 from mrl.config.arithmetic import samples_per_step, updates_per_step
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import ScheduleConfig
 from mrl.config.sft import SftConfig
 from mrl.demo import demo

@@ -13,7 +13,7 @@ import pytest
 
 from mrl.agents.conversation import Ids
 from mrl.agents.loop import Dialog, Dialogs, Opening, open_dialogs
-from mrl.config.load import load_config, load_config_of
+from mrl.config.resolved.load import load_config, load_config_of
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.rlhf_dataset import open_sft_dataset

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.load import load_config, load_config_of
+from mrl.config.resolved.load import load_config, load_config_of
 from mrl.config.schema import BatchConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.prompt_loader import PromptLoader

@@ -24,11 +24,11 @@ from mrl.algos.preference import PREFERENCE_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.arithmetic import num_engines, role_mesh
 from mrl.config.keys import ENTRY, describe_type, fields_of
-from mrl.config.load import load_any_config
-from mrl.config.reward_rules import reward_functions
+from mrl.config.resolved.load import load_any_config
+from mrl.config.resolved.sources import read_chain
+from mrl.config.rules.reward_options import reward_functions
 from mrl.config.schema import Config
 from mrl.config.sft import DpoLossConfig, RewardLossConfig, SftConfig
-from mrl.config.sources import read_chain
 from mrl.config.step_calls import STEP
 from mrl.config.values import KeyPath, dotted
 from mrl.config.verl_keys import REASONS

@@ -14,10 +14,10 @@ import pytest
 
 from mrl import errors
 from mrl.cli.main import VERBS, main
+from mrl.config.algorithm import ADVANTAGES, POLICY_LOSSES
 from mrl.config.keys import schema_keys
-from mrl.config.load import VERBS as TRAINED_BY
-from mrl.config.load import load_config_of
-from mrl.config.names import ADVANTAGES, POLICY_LOSSES
+from mrl.config.resolved.load import VERBS as TRAINED_BY
+from mrl.config.resolved.load import load_config_of
 from mrl.config.sft import SftConfig
 from mrl.config.values import dotted
 from mrl.config.verl_keys import NAMES

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.children import children_of
-from mrl.config.run_directory import CHECKPOINTS, steps_in
+from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
 from mrl.controller.node_agent import read_process
 from mrl.demo.model import make_model
 from mrl.errors import EXIT_STOPPED, MrlError

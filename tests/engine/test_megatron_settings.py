@@ -14,8 +14,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mrl.config import megatron_fields, transformer_fields
-from mrl.config.megatron_fields import FieldRules
+from mrl.config.libraries import megatron_fields, transformer_fields
+from mrl.config.libraries.megatron_fields import FieldRules
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.parallel import ParallelGroups, model_parallel

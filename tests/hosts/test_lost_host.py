@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.run_directory import CHECKPOINTS, steps_in
+from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
 from mrl.events import NodeSilent, PhaseBegin, RunRestarted, read_events
 from tests.apart import untimed
 from tests.hosts.conftest import TRAINED, metrics_alone, write_run

@@ -12,7 +12,7 @@ from contextlib import chdir
 from pathlib import Path
 from unittest.mock import patch
 
-from mrl.config.load import Resolved, load_config
+from mrl.config.resolved.load import Resolved, load_config
 from mrl.config.schema import Config
 from mrl.launch.ray_job import make_job, pack, submit_command, submit_script
 from mrl.launch.slurm import SlurmJob, load_site, render_script

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import load_config
-from mrl.config.names import own_parts
+from mrl.config.resolved.load import load_config
+from mrl.config.rules.components import own_parts
 from mrl.errors import ConfigError
 from mrl.launch.ray_job import pack
 from mrl.launch.slurm import SlurmJob, load_site, render_script

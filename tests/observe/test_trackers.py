@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config import names
+from mrl.config.training import TRACKERS
 from mrl.errors import SetupError
 from mrl.observe import trackers
 from mrl.observe.trackers import TrackerThread, open_trackers
@@ -101,7 +101,7 @@ def test_one_that_does_not_close_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_known_ones_are_those_of_the_configuration() -> None:
-    assert sorted(names.TRACKERS) == sorted(trackers.KNOWN)
+    assert sorted(TRACKERS) == sorted(trackers.KNOWN)
 
 
 @pytest.mark.parametrize("name", trackers.KNOWN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.plan.plan_input import PlanInput, make_plan_input
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.machine_memory import MachinePlan, Processes, machine_plan_input, plan_machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.plan.memory import plan_memory
 from mrl.plan.plan_input import make_plan_input, not_modeled
 from mrl.plan.search import advise

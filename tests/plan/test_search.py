@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.plan import search as searching
 from mrl.plan.memory import plan_memory
 from mrl.plan.plan_input import PlanInput, make_plan_input, not_modeled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mrl.config.arithmetic import updates_per_step
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config
 from tests.presets.twins import CONFIGS, presets
 from tests.presets.whole import overrides

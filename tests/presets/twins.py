@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.config.arithmetic import role_mesh
-from mrl.config.load import load_any_config
+from mrl.config.resolved.load import load_any_config
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, ScheduleConfig, TrainedModelConfig
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.models.small import small_config

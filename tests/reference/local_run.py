@@ -21,8 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mrl.config.load import Resolved, load_config
 from mrl.config.mesh import Mesh
+from mrl.config.resolved.load import Resolved, load_config
 from mrl.config.schema import Config, ParallelConfig
 from mrl.controller import RankInfo, RayWorkerGroup, Rendezvous, Worker
 from mrl.controller.worker import Dispatch, MethodSpec, registered_methods

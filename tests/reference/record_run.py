@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.observe.console import Console
 from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.run import open_run

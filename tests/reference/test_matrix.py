@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.verify.spawn import run_distributed
 from tests.reference.compare import hold, too_large
 from tests.reference.judge import Judge

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from tests.apart import run_python
 from tests.reference.compare import hold, too_large
 from tests.reference.judge import Judge

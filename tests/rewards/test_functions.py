@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mrl.config.reward import BUILT_IN
-from mrl.config.reward_rules import reward_functions
+from mrl.config.rules.reward_options import reward_functions
 from mrl.errors import RewardError
 from mrl.registry import load_attribute
 from mrl.rewards.functions.math import countdown, dapo, digits, gsm8k, math

@@ -11,7 +11,7 @@ import pytest
 
 from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.hardware import hardware
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.models.families import read_spec
 from mrl.plan.known_models import model_spec
 from mrl.plan.memory import engine_memory

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mrl.config.arithmetic import num_engines
+from mrl.config.libraries.vllm_fields import OWNED
 from mrl.config.reward import JudgeConfig
 from mrl.config.schema import PlacementConfig, RewardModelConfig
-from mrl.config.vllm_fields import OWNED
 from mrl.controller import DeviceSlots, RunContext
 from mrl.events import EventLog
 from mrl.rollout import hybrid_engine

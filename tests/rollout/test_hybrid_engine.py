@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mrl.config.load import load_config
 from mrl.config.mesh import Mesh
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config
 from mrl.controller import DeviceSlots, RayClassWithInitArgs, RunContext
 from mrl.errors import DeviceFull, RolloutError, WorkerDied

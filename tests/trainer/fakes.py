@@ -20,19 +20,18 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.config.load import Resolved
+from mrl.config.data import DataConfig, SourceConfig
+from mrl.config.resolved.load import Resolved
 from mrl.config.schema import (
     AlgorithmConfig,
     BatchConfig,
     ClusterConfig,
     Config,
-    DataConfig,
     ModelConfig,
     PlacementConfig,
     RewardModelConfig,
     RolloutConfig,
     RunConfig,
-    SourceConfig,
     TrainedModelConfig,
 )
 from mrl.config.training import TrainingConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.run_directory import steps_in
+from mrl.config.resolved.run_directory import steps_in
 from mrl.demo.model import make_model
 from mrl.events import ReplicaLost, read_events
 from tests.apart import run_python, untimed

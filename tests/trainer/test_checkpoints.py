@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mrl.config.run_directory import checkpoint_of
+from mrl.config.resolved.run_directory import checkpoint_of
 from mrl.errors import CheckpointError
 from mrl.events import EventLog, Saved, Warned, read_events
 from mrl.trainer.checkpoints import CheckpointManager, find_checkpoint

@@ -16,9 +16,10 @@ import pytest
 
 from mrl.algos.kl import KLController
 from mrl.config.algorithm import DistillationConfig, KlConfig
+from mrl.config.data import SourceConfig
 from mrl.config.mesh import Mesh
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
-from mrl.config.schema import Config, ParallelConfig, PlacementConfig, SourceConfig, TeacherConfig
+from mrl.config.schema import Config, ParallelConfig, PlacementConfig, TeacherConfig
 from mrl.errors import MrlError
 from mrl.events import EventLog, ModelLoaded, Warned, read_events
 from mrl.observe.metrics import StepTimer

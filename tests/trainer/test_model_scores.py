@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mrl.config.agent import AgentConfig, EnvironmentConfig
+from mrl.config.data import DataConfig
 from mrl.config.reward import ModelScoreConfig
-from mrl.config.schema import DataConfig
 from mrl.data.chat import load_tokenizer
 from mrl.data.conversation import ResponseEncoder
 from mrl.demo.model import save_toy_tokenizer

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrl.cli.main import main
-from mrl.config.run_directory import steps_in
+from mrl.config.resolved.run_directory import steps_in
 from mrl.demo.model import make_model
 from mrl.events import EventsLost, ModelLoaded, RunRestarted, Saved, read_events
 from mrl.observe.metrics import read_metrics

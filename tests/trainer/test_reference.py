@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from mrl.config.data import ColumnsConfig, DataConfig, SourceConfig
 from mrl.config.mesh import Mesh
-from mrl.config.schema import ColumnsConfig, DataConfig, ParallelConfig, SourceConfig
+from mrl.config.schema import ParallelConfig
 from mrl.config.sft import DpoConfig, DpoLossConfig, SftTrainingConfig, SftValidationConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.data.sampler import Draw, PromptSampler

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mrl.config.data import ColumnsConfig, DataConfig, SourceConfig
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
-from mrl.config.schema import ColumnsConfig, Config, DataConfig, SourceConfig
+from mrl.config.schema import Config
 from mrl.errors import RewardError
 from mrl.trainer import checks
 from mrl.trainer.checks import check_reward_sources

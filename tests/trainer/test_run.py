@@ -333,7 +333,7 @@ def test_a_run_wants_to_stop_when_its_time_is_up(begin: Begin, monkeypatch: pyte
 
 def opened(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A configuration that can be opened; how it is written is another test's."""
-    monkeypatch.setattr("mrl.config.run_directory.render", lambda resolved: "text")
+    monkeypatch.setattr("mrl.config.resolved.run_directory.render", lambda resolved: "text")
     return make_config(directory)
 
 

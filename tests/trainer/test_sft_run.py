@@ -13,19 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from mrl.config.load import Resolved
+from mrl.config.data import ColumnsConfig, DataConfig, SourceConfig
 from mrl.config.mesh import Mesh
-from mrl.config.schema import (
-    ClusterConfig,
-    ColumnsConfig,
-    DataConfig,
-    ModelConfig,
-    PlacementConfig,
-    RunConfig,
-    ScheduleConfig,
-    SourceConfig,
-    TrainedModelConfig,
-)
+from mrl.config.resolved.load import Resolved
+from mrl.config.schema import ClusterConfig, ModelConfig, PlacementConfig, RunConfig, ScheduleConfig, TrainedModelConfig
 from mrl.config.sft import SftBatchConfig, SftConfig, SftTrainingConfig, SftValidationConfig
 from mrl.config.values import ConfigLayer, Secrets
 from mrl.data.chat import load_tokenizer

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.config.load import load_config_of
 from mrl.config.mesh import Mesh
+from mrl.config.resolved.load import load_config_of
 from mrl.config.schema import TrainedModelConfig
 from mrl.config.sft import DpoLossConfig
 from mrl.data.packing import PackingRules, RowCost

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
-from mrl.config.load import load_config
+from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config, ModelConfig, TeacherConfig
 from mrl.data.chat import load_tokenizer
 from mrl.demo.model import save_toy_tokenizer

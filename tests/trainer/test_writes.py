@@ -147,7 +147,7 @@ def save(run: Any, trained: Trained, disk: Disk) -> None:
 
 def whole_steps(checkpoints: Path) -> list[int]:
     """The steps that can be loaded; any that cannot is an error."""
-    from mrl.config.run_directory import steps_in
+    from mrl.config.resolved.run_directory import steps_in
     from mrl.engine.checkpoint_files import SavedFiles
     from mrl.trainer.checkpoints import find_checkpoint
 

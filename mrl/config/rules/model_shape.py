@@ -9,7 +9,7 @@ from typing import Any
 
 from mrl import files
 from mrl.config.arithmetic import longest_sample_tokens
-from mrl.config.rules import near_divisors, nearest, problem
+from mrl.config.rules.problems import near_divisors, nearest, problem
 from mrl.config.schema import Config, MegatronModelConfig
 from mrl.config.sft import AnyConfig
 from mrl.errors import Problem

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mrl import files
-from mrl.config.load import MODELS_FILE, VERBS, Resolved, config_kind
-from mrl.config.render import render
+from mrl.config.resolved.load import MODELS_FILE, VERBS, Resolved, config_kind
+from mrl.config.resolved.render import render
 from mrl.config.schema import RunConfig
 from mrl.errors import ConfigError, Problem
 

@@ -1,4 +1,4 @@
-"""Keys passed on to Megatron and vLLM. Their names, types and choices come from the sources of the installed libraries.
+"""The classes that receive passed-on keys. Names, types and choices of their fields come from the installed sources.
 
 The sources are read, not imported: importing either library would load torch.
 """
@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from mrl.config import megatron_fields, transformer_fields, vllm_fields
 from mrl.config.bounds import Bound
-from mrl.config.megatron_fields import FieldRules
-from mrl.config.rules import problem
-from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig
-from mrl.config.values import KeyPath
-from mrl.errors import Problem, did_you_mean
+from mrl.config.libraries import megatron_fields, transformer_fields, vllm_fields
+from mrl.config.libraries.megatron_fields import FieldRules
 
 
 @dataclass(frozen=True)
@@ -83,51 +77,7 @@ ENGINE = Target(
 SERVER = replace(ENGINE, owned=vllm_fields.OWNED_BY_JUDGE, rules=vllm_fields.JUDGE)
 
 
-def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
-    """Return the problems with passed-on keys, and the keys that could not be checked because a library is not
-    installed."""
-    problems: list[Problem] = []
-    unchecked: list[str] = []
-    for path, target, values in _sections(config):
-        if not values:
-            continue
-        known = field_types(target)
-        if known is None:
-            reason = f"{target.class_name} of {target.package} is not found on this machine"
-            unchecked.append(f"the {len(values)} keys of {'.'.join(path)}: {reason}")
-        problems += _check(path, values, target, known)
-    return problems, unchecked
-
-
-def _sections(config: AnyConfig) -> Iterator[tuple[KeyPath, Target, dict[str, Any]]]:
-    for role, model in config.model_roles().items():
-        yield (role, "megatron"), TRANSFORMER, model.megatron
-    for role, trained in config.trained_roles().items():
-        yield (role, "ddp"), DDP, trained.ddp
-        yield (role, "optimizer"), OPTIMIZER, trained.optimizer
-    if isinstance(config, Config):
-        yield ("rollout", "vllm"), ENGINE, config.rollout.vllm
-        if config.judge is not None:
-            yield ("judge", "vllm"), SERVER, config.judge.vllm
-
-
-def _check(path: KeyPath, values: dict[str, Any], target: Target, known: Mapping[str, str] | None) -> Iterator[Problem]:
-    for name, value in values.items():
-        key = ".".join((*path, name))
-        if name in target.owned:
-            yield problem(key, f"set by {target.owned[name].format(role=path[0])}", "remove this key")
-        elif known is not None and name not in known:
-            suggestion = did_you_mean(name, known.keys() - target.owned.keys())
-            # listing the names of a whole library would not help
-            fix = "" if suggestion.startswith("known:") else suggestion
-            yield problem(key, f"{target.class_name} of the installed {target.package} has no such field", fix)
-        elif expected := _expected(target, known, name, value):
-            yield problem(key, f"must be {expected}, not {json.dumps(value, default=str)}")
-        elif reason := target.rules.refusal(name, value):
-            yield problem(key, f"{value} is refused: {reason}", "remove this key")
-
-
-def _expected(target: Target, known: Mapping[str, str] | None, name: str, value: Any) -> str:
+def wrong_kind(target: Target, known: Mapping[str, str] | None, name: str, value: Any) -> str:
     """Return the expected kind of value, or an empty string if the value is right."""
     annotations = [types[name] for types in (target.read_here, known or {}) if name in types]
     alias = partial(_alias, target.package, target.aliases)

@@ -6,7 +6,7 @@ field is in one of the three groups (tests/config/test_fields.py).
 
 from __future__ import annotations
 
-from mrl.config.megatron_fields import FieldRules
+from mrl.config.libraries.megatron_fields import FieldRules
 
 _WEIGHTS = "mrl: the trainer sends weights"
 _SPLIT = "an engine is split only by tp, within one node"

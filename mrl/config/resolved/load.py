@@ -14,15 +14,10 @@ from typing import Any, Generic, TypeVar
 
 from mrl import files
 from mrl.config.keys import convert
-from mrl.config.learning_rules import check_learning_rules
-from mrl.config.model_rules import check_model_rules, read_model_shape, unchecked
-from mrl.config.names import check_data, check_names, missing_modules, unchecked_data
-from mrl.config.passthrough import check_passthrough
-from mrl.config.reward_rules import check_reward_rules
-from mrl.config.rules import check_rules
+from mrl.config.resolved.sources import read_chain, read_overrides
+from mrl.config.rules.check import check
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, RmConfig, SftConfig
-from mrl.config.sources import read_chain, read_overrides
 from mrl.config.values import ConfigLayer, KeyPath, Secrets, holds, interpolate, merge
 from mrl.errors import ConfigError, Problem
 from mrl.hub import HubName, model_directory
@@ -127,7 +122,7 @@ def _load(root: type[AnyTyped], path: str, overrides: Iterable[str]) -> Resolved
     problems += mistakes
     warnings: list[str] = []
     if config is not None and not problems:
-        problems, warnings = _check(config)
+        problems, warnings = check(config)
         for key, text in (("run.name", config.run.name), ("run.dir", config.run.dir)):
             if secrets.hide(text) != text:
                 what = "contains a secret, which would become the name of a directory"
@@ -154,27 +149,6 @@ def _with_reference(values: dict[str, Any]) -> dict[str, Any]:
     own = {name: value for name, value in reference.items() if value is not None}
     of_actor = {name: actor[name] for name in _FROM_ACTOR if name in actor}
     return values | merge(ConfigLayer({"reference": of_actor}), ConfigLayer({"reference": own})).values
-
-
-def _check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
-    """Return the problems, and the checks that were not possible on this machine."""
-    problems, warnings = check_passthrough(config)
-    for check in (check_rules, check_data, check_names, check_learning_rules):
-        problems += check(config)
-    problems += check_reward_rules(config) if isinstance(config, Config) else ()
-    warnings += unchecked_data(config)
-    warnings += (f"{missing.key}: {missing.what}" for missing in missing_modules(config))
-    roles_of: dict[tuple[str, str], list[str]] = {}
-    for role in config.model_roles():
-        roles_of.setdefault(config.model_of(role), []).append(role)
-    for (key, path), roles in roles_of.items():
-        shape = read_model_shape(key, path)
-        if isinstance(shape, Problem):
-            problems.append(shape)
-            continue
-        warnings += unchecked(path, shape)
-        problems += check_model_rules(config, roles, shape) if shape is not None else ()
-    return problems, warnings
 
 
 def _check_fallback(root: type[AnyTyped], path: str, overrides: Sequence[str]) -> None:
@@ -214,7 +188,7 @@ def settle_models(resolved: Resolved[AnyTyped]) -> Resolved[AnyTyped]:
     config = rename_models(resolved.config, names)
     if config == resolved.config:
         return settled
-    problems, warnings = _check(config)  # apply every rule again, now with the files of the models
+    problems, warnings = check(config)  # apply every rule again, now with the files of the models
     if problems:
         raise resolved.secrets.error(map(resolved.located, problems))
     return dataclasses.replace(settled, config=config, warnings=tuple(map(resolved.secrets.hide, warnings)))

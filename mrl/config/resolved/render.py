@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mrl.config.keys import ENTRY, describe_type, fields_of
-from mrl.config.load import Resolved
+from mrl.config.resolved.load import Resolved
 from mrl.config.schema import Config
 from mrl.config.values import KeyPath, dotted, leaves_of
 

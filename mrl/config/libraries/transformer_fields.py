@@ -7,7 +7,7 @@ model that no export describes.
 
 from __future__ import annotations
 
-from mrl.config.megatron_fields import ADDRESS, CUT, DROPPED, LOW_PRECISION, RANDOM, UNSEEN, FieldRules
+from mrl.config.libraries.megatron_fields import ADDRESS, CUT, DROPPED, LOW_PRECISION, RANDOM, UNSEEN, FieldRules
 
 _FILE = "the model's config.json"
 _HEAD = "mrl computes log-probs from hidden states itself, in chunks"

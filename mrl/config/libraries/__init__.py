@@ -1,0 +1,1 @@
+"""Settings that a configuration passes on to Megatron and vLLM: which fields there are, and which are accepted."""

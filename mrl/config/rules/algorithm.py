@@ -1,0 +1,69 @@
+"""Rules for the section `algorithm`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.arithmetic import updates_per_step
+from mrl.config.rules.problems import problem
+from mrl.config.schema import Config
+from mrl.errors import Problem
+
+_DISTILLATION = "algorithm.distillation"
+_COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+
+
+def check_algorithm(config: Config) -> Iterator[Problem]:
+    """Check that settings that depend on another section are set only if that section is."""
+    algorithm, kl, key = config.algorithm, config.algorithm.kl, "algorithm.advantage"
+    if algorithm.advantage == "gae" and config.critic is None:
+        yield problem(key, "gae needs a critic", f"add a critic section, or {key}=grpo")
+    if kl.target is not None and kl.where not in ("reward", "both"):
+        yield problem(
+            "algorithm.kl.target", "adapts the KL in the reward, but the reward contains no KL", "kl.where=reward"
+        )
+    if algorithm.dynamic_sampling is not None and config.batch.samples_per_prompt == 1:
+        key = "algorithm.dynamic_sampling"
+        yield problem(key, "compares the samples of a prompt, but there is only one", "batch.samples_per_prompt=8")
+    if algorithm.overlong and algorithm.overlong.buffer_tokens > config.rollout.max_response_tokens:
+        key, most = "algorithm.overlong.buffer_tokens", config.rollout.max_response_tokens
+        yield problem(
+            key, f"the buffer is longer than the longest response of {most} tokens", f"{key}={most // 4 or 1}"
+        )
+    if config.asynchrony.ahead and algorithm.correction is None:
+        ahead = f"{config.asynchrony.ahead} batches ahead"
+        what = f"{ahead}: samples of older weights would be used as if the current weights had drawn them"
+        yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
+    yield from _distillation(config)
+
+
+def _distillation(config: Config) -> Iterator[Problem]:
+    """Yield conflicts between the teacher, the form of distillation, and how samples are drawn and used."""
+    distillation, rollout, key = config.algorithm.distillation, config.rollout, _DISTILLATION
+    if distillation is None:
+        return
+    form, estimator = distillation.form, distillation.estimator
+    if config.teacher is None:
+        yield problem(key, "the section `teacher` is missing", f"add one, or {key}=null")
+    if form in ("advantage", "sampled") and (rollout.top_p < 1 or rollout.top_k):
+        what = f"{form} averages over tokens drawn from the policy; top_p and top_k draw from another distribution"
+        yield problem(f"{key}.form", what, f"{key}.form=top_k, or rollout.top_p=1 and rollout.top_k=0")
+    if config.batch.samples_per_prompt == 1 and (advantage := config.algorithm.advantage) in _COMPARING:
+        what = f"{advantage} compares the samples of a prompt, but there is only one"
+        fix = "algorithm.advantage=reinforce_plus_plus, or batch.samples_per_prompt=8"
+        yield problem("algorithm.advantage", what, fix)
+    if form == "sampled" and estimator in ("k1", "kl"):
+        what = f"as a loss, {estimator} has zero gradient on average"
+        yield problem(f"{key}.estimator", what, f"{key}.estimator=k2, or {key}.form=advantage")
+    if form == "sampled" and (updates := updates_per_step(config.batch)) > 1:
+        what = f"a step has {updates} updates, and each after the first uses tokens drawn from another policy"
+        yield problem(f"{key}.form", what, f"{key}.form=advantage, which is clipped, or one update per step")
+    if config.algorithm.dynamic_sampling is not None and only_teaches(config):
+        what = "needs scores, but only the teacher is configured"
+        yield problem("algorithm.dynamic_sampling", what, "algorithm.dynamic_sampling=null")
+
+
+def only_teaches(config: Config) -> bool:
+    """Return whether the policy learns from the teacher alone, without scores."""
+    scored = config.reward.functions or config.reward_model or config.agent.environments
+    return config.algorithm.distillation is not None and not scored

@@ -1,0 +1,35 @@
+"""Rules for the section `rollout`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.rules.problems import near_divisors, nearest, problem, stays_in_a_node
+from mrl.config.schema import Config
+from mrl.errors import Problem
+
+
+def check_rollout(config: Config) -> Iterator[Problem]:
+    """Check that the engines fit on their devices, and that batches ahead are drawn from the whole distribution."""
+    here, roles, pools = config.cluster.devices_per_node, config.placement.roles, config.placement.pools
+    tp, replicas, role = config.rollout.tp, config.rollout.replicas, "rollout" if "rollout" in roles else "actor"
+    if roles.get(role) in pools:
+        devices = pools[roles[role]]
+        yield from stays_in_a_node("rollout.tp", tp, devices, here)
+        pool = f"the {devices} devices of the pool of the {role}"
+        if replicas is None and devices % tp:
+            fix = nearest("rollout.tp", near_divisors(tp, devices))
+            yield problem("rollout.tp", f"{tp} does not divide {pool}", fix)
+        elif replicas is not None and replicas * tp > devices:
+            fix = f"rollout.replicas={devices // tp}" if devices >= tp else f"rollout.tp={devices}"
+            yield problem("rollout.replicas", f"{replicas} engines with {tp} devices each do not fit on {pool}", fix)
+    if config.asynchrony.ahead:
+        yield from _sampled_ahead(config)
+
+
+def _sampled_ahead(config: Config) -> Iterator[Problem]:
+    ahead = f"{config.asynchrony.ahead} batches ahead"
+    for name, everything in (("top_p", 1), ("top_k", 0)):
+        if (actual := getattr(config.rollout, name)) != everything:
+            what = f"{actual}: {ahead} are weighted by log-probs that are not those of the sampling distribution"
+            yield problem(f"rollout.{name}", what, f"rollout.{name}={everything}, or asynchrony.ahead=0")

@@ -1,0 +1,32 @@
+"""Rules for the section `training`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.rules.problems import problem
+from mrl.config.sft import AnyConfig, SftConfig
+from mrl.errors import Problem
+
+
+def check_training(config: AnyConfig) -> Iterator[Problem]:
+    key, training = "training.max_restarts", config.training
+    if training.max_restarts and training.resume != "auto":
+        yield problem(key, "a run that never resumes cannot be restarted", f"{key}=0, or training.resume=auto")
+    if training.fallback and not training.max_restarts:
+        yield problem("training.fallback", f"the run never restarts, because {key} is 0", f"{key}=3")
+    if isinstance(config, SftConfig):
+        yield from _epochs(config)
+    elif config.training.critic_warmup_steps and config.critic is None:
+        key = "training.critic_warmup_steps"
+        yield problem(key, "there is no critic to warm up", f"{key}=0")
+
+
+def _epochs(config: SftConfig) -> Iterator[Problem]:
+    steps, epochs = config.training.steps, config.training.epochs
+    if (steps is None) == (epochs is None):
+        what = "steps and epochs are both null" if steps is None else "steps and epochs are both set"
+        yield problem("training", what, "training.epochs=null" if epochs else "training.epochs=1")
+    if epochs and any(source.weight is not None for source in config.data.train.values()):
+        what = "sources with weights have no common epoch"
+        yield problem("training.epochs", what, "set training.steps, or remove the weights")
