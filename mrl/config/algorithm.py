@@ -107,13 +107,9 @@ class DistillationConfig:
     estimator: KlEstimator = "k2"
     """Estimator of `sampled`. Its average gradient is that of the reverse KL for `k2`, of the forward KL for `k3`."""
     beta: Proportion = 1.0
-    """For `top_k` and `full`: 0 is the forward KL(nu
-
-    pi), 1 the reverse KL(pi
-
-    nu). Values between are the generalized Jensen-Shannon divergence with the mixture beta nu + (1 - beta) pi, which
-    becomes smaller as beta approaches 0 or 1.
-    """
+    """For `top_k` and `full`: 0 is the forward KL(nu || pi), 1 the reverse KL(pi || nu). Values between are the
+    generalized Jensen-Shannon divergence with the mixture beta nu + (1 - beta) pi, which becomes smaller as beta
+    approaches 0 or 1."""
     top_k: Count = 64
     """For `top_k`: number of tokens that the teacher returns at each position."""
 

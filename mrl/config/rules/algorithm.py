@@ -65,5 +65,5 @@ def _distillation(config: Config) -> Iterator[Problem]:
 
 def only_teaches(config: Config) -> bool:
     """Return whether the policy learns from the teacher alone, without scores."""
-    scored = config.reward.functions or config.reward_model or config.agent.environments
+    scored = config.reward.functions or config.scoring_models() or config.agent.environments
     return config.algorithm.distillation is not None and not scored
