@@ -75,7 +75,7 @@ class CorrectionConfig:
     level: Text = "token"
     """Ratio per `token`, per `sequence`, or its `geometric` mean."""
     beyond: Literal["truncate", "mask"] = "truncate"
-    """What to do with a weight beyond the bounds: truncate it to the bound, or mask the token."""
+    """Handling of a weight beyond the bounds: truncate it to the bound, or mask the token."""
     upper: Annotated[float, at_least(1)] = 2.0
     """Upper bound."""
     lower: Proportion = 0.0
@@ -84,7 +84,7 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationConfig:
-    """What the policy learns from the teacher at each token that it wrote. Both are evaluated at
+    """Training signal from the teacher at each token that the policy generated. Both are evaluated at
     rollout.temperature."""
 
     form: Literal["advantage", "sampled", "top_k", "full"]

@@ -87,7 +87,7 @@ def _distillation(config: Config) -> Iterator[Problem]:
         what = f"as a loss, {estimator} has zero gradient on average"
         yield problem(f"{key}.estimator", what, f"{key}.estimator=k2, or {key}.form=advantage")
     if form == "sampled" and (updates := updates_per_step(config.batch)) > 1:
-        what = f"a step has {updates} updates, and all but the first use tokens drawn from another policy"
+        what = f"a step has {updates} updates, and each after the first uses tokens drawn from another policy"
         yield problem(f"{key}.form", what, f"{key}.form=advantage, which is clipped, or one update per step")
     if config.reward.functions or config.reward_model or config.agent.environments:
         return
@@ -116,7 +116,7 @@ def _asynchrony(config: Config) -> Iterator[Problem]:
         yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
     for name, everything in (("top_p", 1), ("top_k", 0)):
         if (actual := getattr(config.rollout, name)) != everything:
-            what = f"{actual}: {ahead} are weighted by log-probs of a distribution other than the one that samples"
+            what = f"{actual}: {ahead} are weighted by log-probs that are not those of the sampling distribution"
             yield problem(f"rollout.{name}", what, f"rollout.{name}={everything}, or asynchrony.ahead=0")
     if in_flight:
         for conflict in _against_in_flight(config):
@@ -130,7 +130,7 @@ def _asynchrony(config: Config) -> Iterator[Problem]:
         )
         yield problem("asynchrony.weights", what, fix)
     if asynchrony.cache == "keep" and not (in_flight and has_own_rollout_pool(config)):
-        fix = "asynchrony.cache=null, or weights in flight and an own pool for rollout"
+        fix = "asynchrony.cache=null, or weights in flight and a separate pool for rollout"
         yield problem("asynchrony.cache", "the cache no longer exists when weights arrive", fix)
 
 
@@ -148,7 +148,7 @@ def _against_in_flight(config: Config) -> Iterator[str]:
 def _epochs(config: SftConfig) -> Iterator[Problem]:
     steps, epochs = config.training.steps, config.training.epochs
     if (steps is None) == (epochs is None):
-        what = "neither steps nor epochs is set" if steps is None else "steps and epochs are both set"
+        what = "steps and epochs are both null" if steps is None else "steps and epochs are both set"
         yield problem("training", what, "training.epochs=null" if epochs else "training.epochs=1")
     if epochs and any(source.weight is not None for source in config.data.train.values()):
         what = "sources with weights have no common epoch"

@@ -74,7 +74,7 @@ def check_data(config: AnyConfig) -> Iterator[Problem]:
         yield problem("data.train", "no source of prompts is configured", "data.train.sums.dataset=toy:addition")
     for key, source in data.sources():
         if not is_file(source) and ":" not in source.dataset:
-            what = f'"{source.dataset}" is neither a {" or ".join(FILE_KINDS)} file nor the name of a dataset'
+            what = f'"{source.dataset}" is not a {" or ".join(FILE_KINDS)} file or the name of a dataset'
             fix = "convert the file, or name a dataset, as toy:addition or package.module:attribute"
             yield problem(f"{key}.dataset", what, fix)
         if is_file(source) and source.options:

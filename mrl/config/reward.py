@@ -94,8 +94,8 @@ class RewardConfig:
     and `http`. Their limits then count every second, and a function that computes blocks the others in its process."""
     limit_s: Seconds = 10.0
     """Time for all functions on one sample together, from the moment a worker starts on it, and likewise for those with
-    `group` on the samples of one prompt. Time in the queue does not count, nor does time in which the worker is ready
-    to run but no core is free (`mrl/rewards/clock.py`)."""
+    `group` on the samples of one prompt. Time in the queue does not count. Time in which the worker is ready to run but
+    no core is free does not count either (`mrl/rewards/clock.py`)."""
     start_limit_s: Seconds = 60.0
     """Time for a worker to import the functions and to run `warm_up()` in modules that define it."""
     memory_bytes: Annotated[int, at_least(1 << 27)] = 2 << 30
@@ -129,7 +129,7 @@ class RewardConfig:
 JUDGE = "judge"
 """Name of the role and of the reward function; the run's own servers also use it as the name of their model."""
 URLS_VARIABLE, KEY_VARIABLE = "MRL_JUDGE_URLS", "MRL_JUDGE_API_KEY"
-"""Variables that tell reward workers how to reach the run's own judge servers."""
+"""Variables from which reward workers learn how to reach the run's own judge servers."""
 
 
 @dataclass(frozen=True, kw_only=True)

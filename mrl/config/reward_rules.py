@@ -103,7 +103,7 @@ def _models(config: Config) -> Iterator[Problem]:
     for role, model in models.items():
         if model.running and (model.mean, model.std) != (0.0, 1.0):
             what = "`running` computes mean and std from the scores, but fixed values are set too"
-            yield problem(f"{role}.running", what, f"{role}.running=false, or neither {role}.mean nor {role}.std")
+            yield problem(f"{role}.running", what, f"{role}.running=false, or remove {role}.mean and {role}.std")
     taken = {"score", "solved"} | ({"model"} if config.reward_model is not None else set())
     for name in taken & config.reward_models.keys():
         yield problem(f"reward_models.{name}", "metrics already use this name", "choose another name for this model")
@@ -241,7 +241,7 @@ def _judge_engines(config: Config) -> Iterator[Problem]:
     if config.judge is None:
         for key in asking:
             fix = f"{key}.service.url=http://HOST:8000/v1, or judge.path=MODEL and placement.roles.judge=POOL"
-            yield problem(f"{key}.service.url", "neither an address nor a section `judge` is configured", fix)
+            yield problem(f"{key}.service.url", "is not set, and there is no section `judge`", fix)
         return
     if not asking:
         fix = "add a reward function `judge` without service.url, or set judge=null"

@@ -231,7 +231,9 @@ def _settings(config: Config) -> Iterator[Problem]:
         key = "training.critic_warmup_steps"
         yield problem(key, "there is no critic to warm up", f"{key}=0")
     if kl.target is not None and kl.where not in ("reward", "both"):
-        yield problem("algorithm.kl.target", "adapts the KL in the reward, but there is none", "kl.where=reward")
+        yield problem(
+            "algorithm.kl.target", "adapts the KL in the reward, but the reward contains no KL", "kl.where=reward"
+        )
     if config.reference is not None and kl.where == "none":
         what = "algorithm.kl.where is none: nothing reads the reference model"
         fix = "algorithm.kl.where=loss, or placement.roles.reference=null and reference=null"

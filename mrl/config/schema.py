@@ -230,8 +230,8 @@ class RolloutConfig:
     stop: list[Characters] = field(default_factory=list)
     """Texts that end a response. They are part of the response, and their tokens are trained."""
     vllm: dict[str, Any] = field(default_factory=dict)
-    """Passed on to vLLM's engine arguments: memory, batches and kernels. Keys that mrl sets are refused, and so are
-    keys that have not been compared with the trainer."""
+    """Passed on to vLLM's engine arguments: memory, batches and kernels. Keys that mrl sets are refused, as are keys
+    that have not been compared with the trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ class ColumnsConfig:
     chosen: Text = "chosen"
     """For `mrl rm` and `mrl dpo`, the preferred response: text, or a whole conversation that ends with it."""
     rejected: Text | None = "rejected"
-    """The other response in the same form, or a list of other responses, best first. Null if there is none."""
+    """The other response in the same form, or a list of other responses, best first. Null without one."""
     label: Text | None = None
     """A number: the margin by which the preferred response should win (reward.margin), or the value of a response
     (`regression`). It can also be a list with one number for each response."""
@@ -283,7 +283,7 @@ class DataConfig:
     validation: dict[PlainName, SourceConfig] = field(default_factory=dict)
     """Validation sources in the same form. Each is used once per validation."""
     shuffle: bool = True
-    """Shuffle the rows of each source anew in every epoch."""
+    """Reshuffle the rows of each source in every epoch."""
     seed: NotNegative = 0
     """Seed of the row order."""
     sampler: Text = "shares"
@@ -293,7 +293,7 @@ class DataConfig:
     sampler_options: dict[str, Any] = field(default_factory=dict)
     """Passed on to the sampler (`difficulty`: between, rest)."""
     overlong: Literal["error", "drop", "left", "right", "middle"] = "error"
-    """What to do with a prompt longer than rollout.max_prompt_tokens: stop the run, drop and count the prompt, or cut
+    """Handling of a prompt longer than rollout.max_prompt_tokens: stop the run, drop and count the prompt, or cut
     tokens at the left, at the right (including the template's generation prompt) or in the middle."""
     max_bad_rows: NotNegative = 0
     """Malformed rows that may be skipped, each with an event. One more stops the run."""

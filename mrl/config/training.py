@@ -124,7 +124,7 @@ class SyncConfig:
     """Bytes sent at once. A transfer needs twice this as extra memory."""
     probe_every: NotNegative = 10
     """Steps between comparisons of log-probs on a fixed prompt between each engine and the trainer. An engine that has
-    just started is always compared, and so is the mean over all samples of a step. 0 never compares."""
+    just started is always compared, as is the mean over all samples of a step. 0 never compares."""
     probe_tolerance: Share | None = None
     """Largest mean difference of log-probs at the same weights; more stops the run. Null warns above the expected
     rounding error (0.05 in bfloat16, 0.1 with experts, 0.001 in float32) and stops the run above ten times that."""
@@ -141,8 +141,8 @@ class AsynchronyConfig:
     """When engines take new weights: `between` two batches, so that one version generates each whole batch; or
     `in_flight`, between two tokens of running samples, so that no engine waits for the longest sample of a batch."""
     cache: Literal["recompute", "keep"] | None = None
-    """What to do with the KV cache of running samples when weights arrive in flight: recompute it, or keep the values
-    of the earlier weights. Null keeps it if `algorithm.correction` weighs the samples and engines have their own
+    """Handling of the KV cache of running samples when weights arrive in flight: recompute it, or keep the values of
+    the earlier weights. Null keeps it if `algorithm.correction` weighs the samples and engines have their own
     pool."""
     replay: str | None = None
     """The directory of a run with weights in flight. This run repeats it bit for bit: each engine gets the same

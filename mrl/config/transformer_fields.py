@@ -151,7 +151,7 @@ TRANSFORMER = FieldRules(
         **dict.fromkeys(("cross_entropy_*", "defer_embedding_wgrad_compute", "wgrad_deferral_limit"), _HEAD),
         **dict.fromkeys(("masked_softmax_fusion", "persist_layer_norm", "memory_efficient_layer_norm"), _UNREAD),
         **dict.fromkeys(
-            ("attention_backend", "flash_attention_version"), "Transformer Engine chooses the fastest one that fits"
+            ("attention_backend", "flash_attention_version"), "Transformer Engine chooses the fastest kernel that fits"
         ),
         **dict.fromkeys(("*cuda_graph*", "moe_pad_experts_for_cuda_graph_inference"), ADDRESS),
         **dict.fromkeys(

@@ -246,7 +246,7 @@ _ROLES = {"actor_rollout_ref": "actor", "actor": "actor", "critic": "critic", "r
 
 
 def name_for(path: KeyPath) -> tuple[str, Convert] | None:
-    """Return mrl's key for verl's key and the conversion of its value, or None if there is none."""
+    """Return mrl's key for verl's key and the conversion of its value, or None if mrl has no such key."""
     role = "reference" if _is_reference(path) else _ROLES.get(path[0], "")
     key = next((key for key in _endings(path) if key in NAMES or key in REASONS), "")
     section = next((part for part in reversed(path[:-1]) if part in _LIBRARIES), None)

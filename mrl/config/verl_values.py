@@ -14,7 +14,7 @@ Convert = Callable[[Any, Values], str]
 
 
 def find(values: Values, key: str) -> Any:
-    """Return the value of the first key whose last parts are `key`, or None if there is none."""
+    """Return the value of the first key whose last parts are `key`, or None without such a key."""
     end = tuple(key.split("."))
     return next(
         (value for path, value in leaves_of(dict(values)) if path[-len(end) :] == end and value is not UNUSABLE), None

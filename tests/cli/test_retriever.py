@@ -40,7 +40,7 @@ def test_it_says_where_it_is_and_answers_until_it_is_interrupted(tmp_path: Path)
 
 def test_a_corpus_that_is_not_there_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["retriever", str(tmp_path / "none.jsonl")]) == 2
-    assert capsys.readouterr().err == f"{tmp_path}/none.jsonl: it cannot be read: No such file or directory\n"
+    assert capsys.readouterr().err == f"{tmp_path}/none.jsonl: cannot be read: No such file or directory\n"
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ CASES: dict[str, tuple[Break, list[str], str]] = {
     "a broken chat template": (write("model/chat_template.jinja", "{% for %}"), [], "chat template"),
     "no data file": (nothing, [SOURCE], "rows.jsonl"),
     "an empty data file": (write("rows.jsonl", ""), [SOURCE], "rows.jsonl"),
-    "an unknown toy task": (nothing, ["data.train.sums.dataset=toy:subtraction"], "no toy task"),
+    "an unknown toy task": (nothing, ["data.train.sums.dataset=toy:subtraction"], "unknown toy task"),
     "an unknown reward": (nothing, ["reward.functions.answer.name=gsm9k"], "gsm8k"),
     "a reward module that is not there": (nothing, ["reward.functions.answer.name=nowhere:score"], "nowhere"),
     "a reward option that is not there": (nothing, ["reward.functions.answer.options={strict: 1}"], "strict"),
