@@ -1,4 +1,4 @@
-"""Every command of docs/scale.md that needs no cluster works as it stands there; every other block says so."""
+"""Every command of docs/scale.md that needs no cluster works as written; every other block is marked."""
 
 from __future__ import annotations
 
