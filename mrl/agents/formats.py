@@ -198,7 +198,7 @@ def _not_json(error: Exception, start: int) -> str:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values := dict(pairs)) < len(pairs):
-        raise ValueError("a key stands twice in an object")
+        raise ValueError("a key occurs twice in an object")
     return values
 
 

@@ -105,7 +105,7 @@ async def search(
     """Search for passages of text.
 
     Args:
-        query: What to look for.
+        query: Text to search for.
     """
     passages: Sequence[str] = await client(url, topk, timeout_s, attempts, backoff_s).search(query)
     return search_r1_documents(passages).strip() or "nothing is found"

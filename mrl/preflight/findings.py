@@ -121,7 +121,7 @@ def check_experts(config: AnyConfig) -> Iterator[CheckResult]:
         return
     num_updates, algorithm = updates_per_step(config.batch), config.algorithm
     if is_mixture and num_updates > 1 and algorithm.loss.policy in _TOKEN_RATIOS and algorithm.correction is None:
-        what = f"{num_updates} updates per step by ratios of single tokens, without a correction: a mixture of experts "
+        what = f"{num_updates} updates per step with ratios of single tokens, but no correction: a mixture of experts "
         what += "may collapse, because engine and trainer route some tokens to different experts"
         fix = f"batch.samples_per_update={samples_per_step(config.batch)}, algorithm.correction={{}}, "
         yield warn("experts", what, f"{fix}or algorithm.loss.policy=gspo")

@@ -1,4 +1,4 @@
-"""An agent of the package `openai-agents`, which knows nothing of mrl: its runner, its function tool, its own history.
+"""An agent of the package `openai-agents`, written without mrl in mind: its runner, its function tool, its own history.
 
 python framework_agent.py [well|streams|hands over|talks]
 """
@@ -21,7 +21,7 @@ QUESTION = json.loads(os.environ["MRL_TASK"])["messages"][0]["content"]
 
 
 def agent(name: str, **settings: object) -> agents.Agent[None]:
-    """One that speaks chat completions with whoever is at OPENAI_BASE_URL."""
+    """Return an agent that speaks chat completions with the server at OPENAI_BASE_URL."""
     model = agents.OpenAIChatCompletionsModel("policy", AsyncOpenAI(max_retries=0))
     return agents.Agent(name=name, model=model, **settings)  # type: ignore[arg-type]
 

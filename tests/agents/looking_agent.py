@@ -1,4 +1,4 @@
-"""An agent that knows nothing of mrl: it asks a model at an OpenAI-compatible address, and runs the tools it calls.
+"""An agent that is independent of mrl: it asks a model at an OpenAI-compatible address, and runs the tools it calls.
 
 python looking_agent.py [well|rewrites|delegates|at once|fails|streams|forever|other tools|leaves a daemon]
 """
@@ -28,7 +28,7 @@ TOOL = {
 
 
 def score(value: float) -> None:
-    """Tell what the answer is worth."""
+    """Report the score of the answer."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/score",
         json.dumps({"score": value, "parts": {"exact": value}}).encode(),
@@ -38,13 +38,13 @@ def score(value: float) -> None:
 
 
 def said(client: openai.OpenAI, text: str) -> str | None:
-    """What the model says to a question beside the conversation."""
+    """Return the model's reply to a question outside the conversation."""
     messages = [{"role": "user", "content": text}]
     return client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
 
 
 def leave_daemon() -> None:
-    """Leave a process behind as daemons are made: in a session of its own, with nobody for a parent."""
+    """Leave a process behind as a daemon does: in its own session, without a parent."""
     shell = f"setsid sh -c 'sleep 600 & echo $! >{TASK['extra_info']['daemon']}; wait' &"
     subprocess.run(["sh", "-c", shell], check=True)
     while not os.path.exists(TASK["extra_info"]["daemon"]):

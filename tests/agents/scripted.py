@@ -22,7 +22,7 @@ from mrl.rollout.requests import Generated, GenerationRequest
 from tests.agents.tool_templates import tokenizer_with_tools
 
 Script = Callable[[str], str]
-"""What the model writes behind a context, its end token included."""
+"""The model's continuation of a context, including its end token."""
 
 
 def call(key: str) -> str:
@@ -58,7 +58,7 @@ class Stage:
         self.stack.callback(environments.close)
         self.contexts: list[str] = []
         self.spoken: list[tuple[Ids, Ids]] = []
-        """What was read before each turn, and what was written."""
+        """Token ids read before each turn, and token ids written in it."""
         self.seeds: list[int] = []
         self.limits: list[int] = []
         self.requests: list[GenerationRequest] = []

@@ -1,4 +1,4 @@
-"""A model that searches in each of its turns, whatever it writes, and a reward for what it has found."""
+"""A model that searches in each of its turns, and a reward for the passages it finds."""
 
 from __future__ import annotations
 

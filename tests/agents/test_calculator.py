@@ -1,4 +1,4 @@
-"""Arithmetic that is exact, ends soon whatever it is asked, and says in words what it cannot read."""
+"""Arithmetic is exact, always ends soon, and names the part that it cannot read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_values(expression: str, value: str) -> None:
 def test_what_cannot_be_computed_is_said(expression: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
         calculator(expression)
-    assert type(caught.value) is ValueError  # which is what the model is told
+    assert type(caught.value) is ValueError  # the message that the model reads
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the run asks of environments, and hears of them: one answer to each question, whatever becomes of a process."""
+"""Questions to environments and their answers: each question gets one answer, even if a process dies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Asked:
         self.client.step(self.tickets[name], name, turn)
 
     def hear(self) -> dict[str, Any]:
-        """What everybody is answered who has asked."""
+        """Return all answers by environment."""
         heard: dict[str, Any] = {}
         while (arriving := self.client.arriving()) is not None:
             arriving.result(60)
@@ -58,13 +58,13 @@ def asked(tmp_path: Path) -> Iterator[Asked]:
 
 
 def lose_one_that_waits(asked: Asked) -> None:
-    """Have an environment lost that nobody asks at that moment: another one kills the process of both."""
+    """Lose an environment that has no open question: another one kills the process of both."""
     asked.begin("", "killed")
     started = asked.hear()
     assert [type(started[name].said) for name in ("", "killed")] == [Start, Start]
     asked.step("killed", number=1)
     heard = asked.hear()
-    assert list(heard) == ["killed"], "who has asked nothing is told nothing"
+    assert list(heard) == ["killed"], "without a question there is no answer"
     assert isinstance(heard["killed"], Failure)
     assert heard["killed"].kind == "crashed"
 

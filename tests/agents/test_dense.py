@@ -1,4 +1,4 @@
-"""Dense retrieval with a tiny encoder: prefixes, mean pooling and ranking, beside the formula in float64."""
+"""Dense retrieval with a tiny encoder: prefixes, mean pooling and ranking, compared with the formula in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an environment is given and answers crosses processes whole, or is refused where it is made."""
+"""Tasks and answers of an environment cross processes unchanged, or are refused where they are created."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_an_agent_of_a_framework_makes_the_trajectory_of_tools(spoken: Spoken, h
     assert (theirs.turns, theirs.ended, stage.seeds) == (own.turns, own.ended, ours.seeds)
     assert len(by_framework.segments) == 1
     assert by_framework.said == by_tools.said
-    assert "Look a key up." in stage.contexts[0], "the framework's schema of the tool stands in the prompt"
+    assert "Look a key up." in stage.contexts[0], "the prompt contains the framework's schema of the tool"
 
 
 def test_an_agent_that_is_another_agents_tool_has_a_segment_of_its_own(spoken: Spoken) -> None:

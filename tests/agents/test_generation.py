@@ -1,4 +1,5 @@
-"""From prompts to a batch by way of environments: columns, masks, scores, prompts with tools, what is left out."""
+"""From prompts to a batch through environments: columns, masks, scores, prompts with tools, and dropped
+conversations."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def two_hops(context: str) -> str:
 
 
 class Engines:
-    """In the place of a hybrid engine: the stage's script, behind whatever is asked."""
+    """Replaces a hybrid engine: continues every context by the stage's script."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -153,7 +154,7 @@ def test_what_an_environment_loses_is_in_no_group(made: Any, tmp_path: Path) -> 
     assert scored.batch.row_ids.tolist() == [0, 2]
     assert scored.batch["scores"].tolist() == [1.0, 1.0]
     assert scored.metrics["agent/failed/raised"] == 1
-    assert scored.metrics["reward/num_samples"] == 2, "what was never said is no sample with a score"
+    assert scored.metrics["reward/num_samples"] == 2, "a conversation without a turn has no score"
 
 
 def test_tools_stand_in_the_prompt_that_is_trained_on(made: Any) -> None:

@@ -1,4 +1,4 @@
-"""Conversations under way while weights come: each goes on by itself, and the run can be repeated to the bit."""
+"""Conversations in progress while weights arrive: each continues, and the run can be repeated bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_conversations_go_on_with_newer_weights_and_a_slow_tool_delays_its_own_a
     # Conversations of six seconds and more: one behind the other, five steps of them took half a minute.
     assert sum(line["timing_s/step"] for line in lines[1:]) < 4 * 6.0
     rows: list[dict[str, Any]] = read_newest_samples(run / "tensors", SAMPLES)
-    assert all(sum(row["response_mask"]) == row["scores"] for row in rows), "a token that nobody wrote, or one too few"
+    assert all(sum(row["response_mask"]) == row["scores"] for row in rows), "a token too many or too few"
 
     run_mrl("train", "--replay", str(run))
     assert untimed(run.with_name("agents-replay")) == untimed(run)

@@ -74,7 +74,7 @@ def test_a_turn_is_asked_of_the_replica_of_the_last_with_the_texts_that_end_it(s
 
 
 def test_each_token_is_of_the_weights_that_drew_it(stage: Made) -> None:
-    """Newer weights come at the third token of the second turn; what nobody drew has no version."""
+    """Newer weights arrive at the third token of the second turn; tokens that no engine drew have no version."""
     on = stage(two_hops)
     written = on._written
 
@@ -136,7 +136,7 @@ def test_an_answer_that_is_cut_off_ends_by_length(stage: Made) -> None:
 
 
 def test_a_turn_that_only_its_own_limit_cuts_off_is_answered(stage: Made) -> None:
-    """Its end token, which nobody wrote, belongs to the answer."""
+    """Its end token, which the model did not write, belongs to the answer."""
     on = stage(lambda context: "ocean<|im_end|>" if "tool_response" in context else call("a"), max_turn_tokens=12)
     (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
     conversation = dialog.ended_conversation
@@ -153,7 +153,7 @@ def test_an_observation_that_leaves_no_room_ends_by_length(stage: Made) -> None:
     (dialog,) = on.run(on.opening(0, facts=facts, max_tokens=120))
     conversation = dialog.ended_conversation
     assert conversation.ended == "length"
-    assert conversation.mask.all(), "what does not fit whole is not there"
+    assert conversation.mask.all(), "an observation that does not fit is left out completely"
 
 
 def test_a_long_observation_is_cut_as_text_and_is_closed(stage: Made) -> None:
@@ -284,7 +284,7 @@ def test_an_environment_begins_a_segment_with_seeds_of_its_own(stage: Made) -> N
     assert (dialog.ended_conversation, dialog.other_segments) == (second, [first])
     assert on.tokenizer.decode(first.response_ids.tolist()) == call("a"), "its answer is in no context"
     assert len(dict.fromkeys(on.seeds)) == 3
-    assert [text.count("a is") for text in dialog.said] == [0, 1, 0, 0, 0], "whoever reads it sees the new context"
+    assert [text.count("a is") for text in dialog.said] == [0, 1, 0, 0, 0], "a model that reads it sees the new context"
 
 
 def test_a_segment_goes_on_and_one_that_is_not_there_is_a_failure(stage: Made) -> None:
@@ -301,7 +301,7 @@ def test_a_segment_has_the_room_that_its_context_leaves(stage: Made) -> None:
     on = stage(two_hops, "Forgetful", options={"length": 25}, max_prompt_tokens=100)
     (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
     (_, _), (read, _), (later, written) = on.spoken
-    assert len(read) > 100, "longer than a prompt may be, for what was said stands in it"
+    assert len(read) > 100, "longer than a prompt may be, because it contains earlier turns"
     assert len(later) + len(written) <= 100 + 400
     assert on.limits[1] == 500 - len(read)
     on = stage(two_hops, "Forgetful", options={"length": 700})

@@ -1,4 +1,4 @@
-"""What the model is answered, as token ids: whole, cut, hostile, and behind a turn that did not end."""
+"""Observations as token ids: whole, cut, hostile, and after a turn that did not end."""
 
 from __future__ import annotations
 

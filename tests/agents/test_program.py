@@ -1,4 +1,5 @@
-"""Agents that know nothing of mrl, by OpenAI's own client: what they make of a conversation, and what they may not."""
+"""Agents that are independent of mrl, through OpenAI's own client: what they can do with a conversation, and what
+not."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_a_program_makes_a_trajectory_as_an_environment_does(spoken: Spoken, how
     assert (dialog.score, conversation.ended) == (1.0, "done")
     asked_for = {"overridden/temperature": 1.0, "overridden/seed": 1.0} if how == "well" else {}
     assert dialog.parts == {"exact": 1.0} | asked_for
-    assert '"name": "look"' in stage.contexts[0], "its tools stand in the prompt"
+    assert '"name": "look"' in stage.contexts[0], "the prompt contains its tools"
     ours = Stage(tmp_path / "ours", two_hops, "WithTools")
     try:
         (by_environment,) = ours.run(ours.opening(0, "ocean", facts=FACTS))
@@ -60,7 +61,7 @@ def test_a_program_makes_a_trajectory_as_an_environment_does(spoken: Spoken, how
 
 
 def doubts(context: str) -> str:
-    """Look up, but say no where nothing but an ocean is asked for."""
+    """Look up a key, but refuse if only an ocean is asked for."""
     return "no<|im_end|>" if "user\nIs " in context else two_hops(context)
 
 
@@ -90,7 +91,7 @@ def test_history_that_is_rewritten_begins_a_segment(spoken: Spoken) -> None:
     rewritten = stage.tokenizer.decode(dialog.segments[1].prompt_ids.tolist())
     assert "system\nLook it up." in rewritten
     assert f"{call('a')}\n<|im_start|>user\n<tool_response>\nb\n</tool_response>" in rewritten
-    assert [event.about for event in stage.events if isinstance(event, Warned)] == ["agent"], "it is said"
+    assert [event.about for event in stage.events if isinstance(event, Warned)] == ["agent"], "there is a warning"
     assert dialog_metrics([dialog])["agent/segments/mean"] == 2
 
 

@@ -1,4 +1,5 @@
-"""What programs leave behind, side by side in one process that adopts its orphans, as workers do."""
+"""Programs and the processes that they leave behind, next to each other in one process that adopts orphans, as in
+workers."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ async def main():
     assert (status, words) == (3, "last words")
     assert not [pid for pid in pids.split() if lives(pid)]
     theirs = [child for child in Path("/proc/self/task").glob("*/children") for child in child.read_text().split()]
-    assert theirs, "the other goes on"
+    assert theirs, "the other continues"
     await other.close()
     assert (await other.ended)[0] == -9
     left = [each for each in Path("/proc/self/task").glob("*/children") if each.read_text().split()]
-    assert not left, "no process, and nobody to be waited for"
+    assert not left, "no process remains, running or ended"
 
 asyncio.run(main())
 print("done")

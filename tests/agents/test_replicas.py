@@ -1,4 +1,5 @@
-"""Conversations over engines in real processes: to the bit the same however many there are, and whoever dies when."""
+"""Conversations over engines in real processes: identical bit for bit, for any number of engines and after any
+death."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ class Talks:
 
 @pytest.fixture(scope="module")
 def by_one(make_engine: Callable[..., RolloutEngine], small: Small) -> Talks:  # noqa: F811
-    """What one engine says, which is asked for one turn after the other."""
+    """Return the replies of a single engine, asked for one turn after the other."""
     engine = make_engine("vllm", small("qwen3"))
     update(engine, small("qwen3", 1), version=1)
     talks = Talks()

@@ -41,7 +41,7 @@ def retriever() -> Iterator[Retriever]:
 
 
 class Moody(BaseHTTPRequestHandler):
-    """Answers as it is told by `script`, one entry a request; then rightly, with the query as what is found."""
+    """Answers by `script`, one entry per request; afterwards correctly, with the query as the passage."""
 
     script: list[Any]
     asked: list[dict[str, Any]]
@@ -203,7 +203,7 @@ def test_a_request_that_would_take_minutes_is_refused_with_its_numbers(
 def test_as_much_as_search_r1_asks_for_at_once_is_answered(retriever: Retriever) -> None:
     status, answer = post(retriever.url, {"queries": ["rome " * 20_000] * 10 + ["Ada"] * 2550, "topk": 3})
     assert (status, len(answer["result"])) == (200, 2560)
-    assert [place["id"] for place in answer["result"][0]] == [CORPUS[2]["id"], CORPUS[1]["id"]], "as often as it stands"
+    assert [place["id"] for place in answer["result"][0]] == [CORPUS[2]["id"], CORPUS[1]["id"]], "sorted by occurrences"
 
 
 def test_who_waits_together_is_asked_for_together(moody: Any) -> None:

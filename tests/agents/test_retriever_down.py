@@ -66,7 +66,7 @@ def events_of(run: Path, kind: type[Kind]) -> list[Kind]:
 
 @pytest.mark.slow
 def test_a_retriever_that_is_down_for_20_s_costs_time_and_no_conversation(tmp_path: Path) -> None:
-    """With all settings of patience as they are: six requests within 15.5 s, then the conversation from its begin."""
+    """With the default retries: six requests within 15.5 s, then the conversation from its beginning."""
     run = train(tmp_path, 20.0)
     first, second, third = read_metrics(run / "metrics.jsonl")
     for line in (first, second, third):
@@ -83,7 +83,7 @@ def test_a_retriever_that_is_down_for_20_s_costs_time_and_no_conversation(tmp_pa
 @pytest.mark.slow
 @pytest.mark.on_demand
 def test_what_outlasts_all_patience_is_left_out_and_counted_and_never_scored_0(tmp_path: Path) -> None:
-    """Steps go on without it, with the conversations that did not need it, until it is back."""
+    """Steps continue without it, with the conversations that did not need it, until it is back."""
     impatient = "options: {attempts: 2, backoff_s: 0.5}"
     world = f'environments: {{wiki: {{{impatient}, format: "tests.agents.searching:Hesitating"}}}}'
     agent = f"agent={{retries: 0, max_failed_share: 0.99, {world}}}"

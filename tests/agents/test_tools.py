@@ -1,4 +1,4 @@
-"""Schemas of plain functions, beside those that transformers makes of them, and calls that are held against them."""
+"""Schemas of plain functions, compared with those of transformers, and calls that are checked against them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def called(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
 
 def test_a_schema_is_what_transformers_makes_of_the_same_function() -> None:
     theirs = get_json_schema(find)
-    assert theirs["function"].pop("return")["type"] == "string"  # which no model is told
+    assert theirs["function"].pop("return")["type"] == "string"  # which no model reads
     assert tool_schema(find, "find", set()) == theirs
 
 

@@ -1,4 +1,4 @@
-"""Environments of tests: one that answers each call, and those that go wrong in one way each."""
+"""Environments for tests: a correct one that answers each call, and several that each fail in one way."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WithTools(Facts):
 
 
 class Forgetful(Facts):
-    """Begins anew with what was found out, after the first result."""
+    """Starts a new context with the first result."""
 
     def __init__(self, length: int = 1, segment: int | None = None) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Forgetful(Facts):
 
 
 class Anew(Environment):
-    """Asks twice, and begins anew in between; the longer what was written, the better."""
+    """Asks twice, and starts a new context in between; longer text gets a higher score."""
 
     def step(self, turn: Turn) -> Answer:
         if turn.number == 0:

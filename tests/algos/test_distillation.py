@@ -104,7 +104,7 @@ def test_an_advantage_of_distillation_changes_nothing_on_masked_tokens() -> None
 
 
 def test_later_updates_weigh_what_the_teacher_said_as_the_policy_loss_weighs_all() -> None:
-    """The advantage is of the policy that drew the tokens, the ratio is to it, and it is clipped."""
+    """The advantage and the ratio both use the policy that drew the tokens, and the ratio is clipped."""
     old, teacher, mask = tensor([-1.0, -1.0, -2.0]), tensor([-0.5, -2.5, -1.0]), torch.ones(3, dtype=torch.bool)
     moved = tensor([0.1, -0.15, 0.7]).requires_grad_()
     rows = Rows.of([2, 1])

@@ -1,4 +1,4 @@
-"""Losses of ranked responses against TRL's own functions, and what they must be whatever the numbers are."""
+"""Losses of ranked responses against TRL's own functions, and properties that hold for all numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold for every batch, whatever its numbers are."""
+"""Properties that hold for every batch."""
 
 from __future__ import annotations
 

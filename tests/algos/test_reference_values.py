@@ -26,7 +26,7 @@ MASK = torch.tensor([1, 1, 1, 0, 1, 1, 1, 1], dtype=torch.bool)
 ADVANTAGES = [1.0, 1.0, 1.0, 0.0, -0.5, -0.5, -0.5, -0.5]
 TWO_ROWS = Rows.of([4, 4])
 INTENDED = 0.0
-"""Stands where verl gives the raw score of a group of one."""
+"""Replaces the raw score that verl gives for a group of one."""
 
 
 def tensor(values: list[float]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Ratios by the age of the weights that drew a token: by hand, over shards, and where nothing is of an age."""
+"""Ratios by the age of the weights that drew a token: by hand, over shards, and without tokens of an age."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.algos.rows import Rows
 
 RATIOS = [2.0, 0.5, 1.0, 4.0, 9.0]
 AGES = [0, 2, 2, 0, -(1 << 31)]
-"""Of the last nobody drew anything."""
+"""The last token was not drawn by an engine."""
 EXPECTED = {
     "ratio_mean/age_0": 3.0,
     "ratio_eff_sample_size/age_0": 36 / (2 * 20),
@@ -34,7 +34,7 @@ def test_by_hand() -> None:
 
 
 def test_shards_of_which_one_has_no_old_token_say_the_same() -> None:
-    """What all ranks add up and take the largest of is simulated: the first run collects, the second is given it."""
+    """Simulates the sum and maximum over all ranks: the first run collects the parts, the second gets the results."""
     parts = [(RATIOS[:1], AGES[:1]), (RATIOS[1:], AGES[1:])]
     sums: list[Tensor] = []
 

@@ -122,7 +122,7 @@ def test_experts_trained_by_token_ratios_in_several_updates_are_warned_of(
     two_updates = ("batch.samples_per_update=1024", "algorithm.correction=null")
     options = ("actor.parallel.ep=1",) if "8B" in override else ()
     _, said = check(preset, *two_updates, *options, override, "--offline")
-    assert ("warn  experts: 2 updates per step by ratios of single tokens" in said) == warned
+    assert ("warn  experts: 2 updates per step with ratios of single tokens" in said) == warned
 
 
 def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[..., tuple[int, str]]) -> None:
@@ -471,7 +471,7 @@ def test_a_full_disk_fails(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert room.verdict == "ok"
     assert "; 4 more checkpoints of 0.01 GiB" in room.what
     (tmp_path / "laptop-ppo" / "checkpoints" / "step-000007").mkdir(parents=True)
-    assert "; 3 more checkpoints" in next(check_disk(config)).what, "what is there needs no more room"
+    assert "; 3 more checkpoints" in next(check_disk(config)).what, "existing checkpoints need no more space"
     usage = shutil.disk_usage(os.curdir)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
     (full,) = check_disk(config)

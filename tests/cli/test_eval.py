@@ -48,7 +48,7 @@ def parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., arg
 
 
 def sampling(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
-    """What is drawn for each thing that is measured."""
+    """Return the sampling settings of each measurement."""
     file, given = verb._source(arguments, is_run=False)
     sections = [load_config(file, [*given, *each]).config.validation for each in verb._choices(arguments)]
     return [(each.greedy, each.temperature, each.top_k, each.samples_per_prompt, each.k) for each in sections]
@@ -59,7 +59,7 @@ def test_without_a_word_it_is_the_runs_own_validation(parsed: Callable[..., argp
 
 
 def test_temperatures_and_k_are_measured_one_by_one(parsed: Callable[..., argparse.Namespace]) -> None:
-    """At temperature 0 there is one response, whatever k is; an override holds for all that is drawn."""
+    """At temperature 0 there is one response for any k; an override applies to all measurements."""
     found = sampling(parsed("run.yaml", "--temperatures", "0,0.5,1", "--k", "1,8", "validation.top_k=7"))
     assert found == [(True, 1.0, 0, 1, []), (False, 0.5, 7, 8, [1, 8]), (False, 1.0, 7, 8, [1, 8])]
 
@@ -143,7 +143,7 @@ def test_figures_that_cannot_be_written_are_refused_before_anything_is_measured(
 def test_each_setting_stands_by_its_own_figures(
     parsed: Callable[..., argparse.Namespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the file as on the screen; one that was there is replaced, and only then."""
+    """The file gets the same numbers as the screen. An existing file is replaced only at the end."""
     Path("eval.json").write_text("old")
 
     def evaluate(chosen: Any, directory: Path, model: Path | None) -> list[dict[str, float]]:

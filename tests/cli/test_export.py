@@ -1,4 +1,4 @@
-"""`mrl export` beside a run that goes on."""
+"""`mrl export` while the run is still running."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Started(Exception):
-    """The command went on."""
+    """Raised when the command continues."""
 
 
 def saved(run: Path, shown: str, step: int) -> Path:
-    """What a run left with this checkpoint."""
+    """Create the files of a run with this checkpoint, and return its directory."""
     run.mkdir()
     (run / "config.yaml").write_text(shown)
     directories: list[Path] = []

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command within seconds, also one that would rather not, and says what is kept."""
+"""Ctrl-C ends a command within seconds, even one that resists, and reports what is saved."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_interrupted_command_ends_soon(unwinds: str, again_s: float | None, l
     assert run.stdout.readline() == "ready\n"
     began = time.monotonic()
     run.send_signal(signal.SIGINT)
-    run.send_signal(signal.SIGINT)  # one that comes twice, from the terminal and from a parent
+    run.send_signal(signal.SIGINT)  # a second one, because terminal and parent each send one
     if again_s is not None:
         time.sleep(again_s)
         run.send_signal(signal.SIGINT)

@@ -21,7 +21,7 @@ RUN = [sys.executable, "-c", "import sys; from mrl.cli.main import main; sys.exi
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Replace a verb's `run` by one that raises `error`."""
+    """Replace a verb's `run` by a function that raises `error`."""
 
     def run(arguments: argparse.Namespace) -> int:
         raise error

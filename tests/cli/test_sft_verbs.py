@@ -79,7 +79,7 @@ def test_launch_runs_mrl_sft(
 
 
 def test_the_plan_is_that_of_the_actor_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """What PPO's plan says of the same actor, if nobody else is on its devices."""
+    """It equals PPO's plan of the same actor, alone on its devices."""
     preset = str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml")
     rl = make_plan_input(load_config(preset), None)
     actor, tokens = rl.config.actor, rl.config.rollout.max_prompt_tokens + rl.config.rollout.max_response_tokens

@@ -1,4 +1,4 @@
-"""What a watcher makes of how a run ended. The runs are processes, of a few lines instead of a training each."""
+"""Reactions of a supervisor to the end of a run. The runs are short programs instead of trainings."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ SAVES, LOSES, NO_PLACE = "mkdir -p {directory}/checkpoints/step-{step:06d}", "ex
         ([f"{SAVES}; {LOSES}", LOSES, LOSES], 1, [(1, 1), (2, 1)]),
         (["kill -9 $$", "exit 0"], 0, [(1, 0)]),
         (["kill -9 $$"] * 3, 128 + signal.SIGKILL, [(1, 0), (2, 0)]),
-        ([f"{SAVES}; {LOSES}", "rm -r {directory}/checkpoints; exit 1"], 1, [(1, 1)]),  # nobody wants it again
-        ([f"exec {sys.executable} -c '{INTERRUPTED}'"], 130, []),  # Ctrl-C before it listened: nobody wants it again
+        ([f"{SAVES}; {LOSES}", "rm -r {directory}/checkpoints; exit 1"], 1, [(1, 1)]),  # no restart is wanted
+        # Ctrl-C before the handler was installed: no restart is wanted
+        ([f"exec {sys.executable} -c '{INTERRUPTED}'"], 130, []),
         ([NO_PLACE], 1, []),
         ([LOSES, NO_PLACE, "exit 0"], 0, [(1, 0), (2, 0)]),
     ],

@@ -1,4 +1,4 @@
-"""What is refused of the section `asynchrony`, each with its reason and a way out, before anything starts."""
+"""Settings of `asynchrony` that are refused, each with its reason and a fix, before anything starts."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_holder_on_another_host_is_named_while_it_lives(tmp_path: Path) -> Non
         began = time.monotonic()
         with lease(path) as living:
             assert living == ""
-        assert time.monotonic() - began < 0.9, "nobody waits for one that has said that it ended"
+        assert time.monotonic() - began < 0.9, "there is no wait for a run that has ended normally"
 
 
 def test_one_that_was_killed_is_watched_and_taken_over_from(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run's models: found and named before it begins, and the same ones when it goes on."""
+"""A run's models are found and recorded before it begins, and stay the same when it continues."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_has_the_commit_that_it_began_with(
     assert settle_models(resolved).config.model.path == f"{NAME}@{before.name}"
     assert begin(settle_models(resolved)).is_dir(), "it is this very run"
     other = load_config(write(valid), [f"model.path={NAME}@main"])
-    assert settle_models(other).config.model.path == f"{NAME}@{after.name}", "another name is asked for anew"
+    assert settle_models(other).config.model.path == f"{NAME}@{after.name}", "another name is looked up again"
     anew = load_config(write(valid), ["run.name=other"])
     assert settle_models(anew).config.model.path == f"{NAME}@{after.name}"
     never = load_config(write(valid), ["training.resume=never"])

@@ -1,4 +1,5 @@
-"""A name that nothing goes by and a handed-on value of a wrong type are mistakes of the configuration, told at once."""
+"""Unknown names, and values of a wrong type that are passed on, are errors of the configuration, reported before a
+run."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ UNKNOWN = {
     "reward.functions.answer.name=broken_parts:score": "broken_parts.py cannot be read as Python: invalid syntax",
     "algorithm.advantage=nowhere.at_all:grpo": "",
 }
-"""Override -> what is said of its key; nothing where the module is not on this machine, which is only warned of."""
+"""Override -> problem of its key; empty if the module is not on this machine, which gives only a warning."""
 WRONG_TYPES = {
     "actor.optimizer.lr=fast": 'must be float or null, not "fast"',
     "actor.optimizer.lr=[1e-6]": "must be float or null, not [1e-06]",
@@ -94,7 +95,7 @@ WRONG_TYPES = {
     "rollout.vllm.max_lora_rank=7": "512, not 7",
     "rollout.vllm.hf_overrides=7": "",
 }
-"""The same of types and choices; nothing where only the library itself could tell."""
+"""The same for types and choices; empty if only the library itself can check them."""
 
 
 @pytest.fixture

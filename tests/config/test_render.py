@@ -1,4 +1,4 @@
-"""The resolved configuration as text: it loads as the same configuration, and tells where values came from."""
+"""The resolved configuration as text loads as the same configuration, and shows the origin of each value."""
 
 from __future__ import annotations
 

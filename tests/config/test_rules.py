@@ -1,4 +1,4 @@
-"""The nearest values that a rule proposes do work, whatever was wrong."""
+"""The nearest values that a rule proposes are always valid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROPOSAL = re.compile(r"(?:nearest|smallest): ([a-z_.]+)=([0-9]+)(?: or ([0-9]+)
 
 
 def problems(path: str, overrides: list[str]) -> dict[str, str]:
-    """What is wrong by key, with the fix."""
+    """Return the problems by key, with their fixes."""
     try:
         load_config(path, overrides)
     except ConfigError as error:

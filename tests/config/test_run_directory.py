@@ -1,4 +1,4 @@
-"""The run directory: private whatever the umask, held by one process, with the resolved configuration in it."""
+"""The run directory: private with any umask, held by one process, with the resolved configuration in it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_run_is_never_written_over(valid: str, write: Write) -> None:
     )
     assert (directory / "config.yaml").stat() == before
     (directory / "config.yaml").rename(directory / "mine.txt")
-    assert "this directory is not empty" in refusal(resolved), "what is not a run of mrl is nobody's to move"
+    assert "this directory is not empty" in refusal(resolved), "a directory that is not a run of mrl is never moved"
 
 
 def test_an_attempt_that_failed_before_its_first_checkpoint_is_set_aside(valid: str, write: Write) -> None:

@@ -37,7 +37,7 @@ class Type:
 
 @dataclass
 class Known:
-    """What all sources together declare: attributes and methods of classes, and what functions return."""
+    """Declarations of all sources: attributes and methods of classes, and return types of functions."""
 
     attributes: dict[str, dict[str, Type]] = field(default_factory=dict)
     bases: dict[str, list[str]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Known:
     """These and names of unions, each with the first class that it may be."""
 
     def lineage(self, name: str) -> list[str]:
-        """A class of mrl with those that it inherits from, itself first."""
+        """Return a class of mrl, then the classes that it inherits from."""
         return [name, *(above for base in self.bases[name] if base in self.bases for above in self.lineage(base))]
 
     def type_of(self, annotation: ast.expr | None) -> Type | None:
@@ -209,7 +209,7 @@ def scope_of(
 def functions(
     node: ast.AST, owner: ast.ClassDef | None = None
 ) -> Iterator[tuple[ast.FunctionDef, ast.ClassDef | None]]:
-    """Every function with the class that it stands in; nested functions come with their outer one."""
+    """Yield every function with its class; nested functions come with the outer function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef):
             yield child, owner

@@ -42,7 +42,7 @@ def everything_written(resolved: Resolved[Config], other: Resolved[Config]) -> s
         [f"rollout.vllm.hf_overrides={{credentials: {{user: me, value: {CANARY}}}}}"],
         [f"rollout.vllm.hf_overrides={{secret: [{CANARY}, x]}}"],
         [f"rollout.vllm.hf_overrides.tokenizer=https://me:{CANARY}@host/x"],
-        [f"rollout.vllm.hf_overrides.tokenizer={CANARY}"],  # as it stands in the environment, without naming it
+        [f"rollout.vllm.hf_overrides.tokenizer={CANARY}"],  # as written in the environment, without its name
         [f"model.path=org/{CANARY}"],  # hub names come back in a warning
         [f"rollout.vllm.hf_overrides={{{CANARY}: 1}}"],
     ],

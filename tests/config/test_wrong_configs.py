@@ -43,7 +43,7 @@ def models(write: Callable[..., str]) -> None:
 
 
 def _needs(case: dict[str, Any]) -> list[pytest.MarkDecorator]:
-    """What is said of a field of the installed Megatron or vLLM can be said only where they are."""
+    """Mark cases about fields of Megatron or vLLM, which need these libraries."""
     return [pytest.mark.needs] if "the installed" in str(case["problems"]) or "Megatron" in case["case"] else []
 
 
@@ -54,7 +54,7 @@ def test_message(case: dict[str, Any], valid: str, write: Callable[..., str], mo
     monkeypatch.delenv("MRL_TEST_NOT_SET", raising=False)
     text = valid
     for old, new in case.get("edits", {}).items():
-        assert text.count(old) == 1, f"{old!r} must stand once in the valid configuration"
+        assert text.count(old) == 1, f"{old!r} must occur once in the valid configuration"
         text = text.replace(old, new)
     rewards = ", ".join(reward_functions())  # a new one need not be written into these texts
     expected = [each.replace("$PWD", str(Path.cwd())).replace("$REWARDS", rewards) for each in case["problems"]]
@@ -70,7 +70,7 @@ def test_there_are_many_cases() -> None:
     ("content", "problems"),
     [
         ("", ["run.yaml: the file is empty"]),
-        ("# nothing but a comment\n", ["run.yaml: the file is empty"]),
+        ("# only a comment\n", ["run.yaml: the file is empty"]),
         ("- a\n- b\n", ["run.yaml:1: the file must hold keys and values (write `key: value` lines)"]),
         ("just text\n", ["run.yaml:1: the file must hold keys and values (write `key: value` lines)"]),
         ("run: [1\nmodel: 2\n", ["run.yaml:2: not valid YAML: expected ',' or ']', but got ':'"]),
@@ -225,7 +225,7 @@ def test_a_chain_of_thousands_of_files_ends_soon(write: Callable[..., str]) -> N
 
 @pytest.mark.parametrize("name", [name for name in reward_functions() if name not in ("judge", "math_verify")])
 def test_an_option_may_have_its_functions_own_default(name: str, valid: str, write: Callable[..., str]) -> None:
-    """What a function takes when nothing is said may be said."""
+    """Every default of a function is a valid value of its option."""
     module = BUILT_IN[name].partition(":")[0].removeprefix("mrl.").replace(".", "/")
     tree = ast.parse((Path(mrl.__file__).parent / f"{module}.py").read_text())
     (own,) = (node for node in tree.body if isinstance(node, FUNCTIONS) and node.name == name)

@@ -16,7 +16,7 @@ _CORPUS = [
     "What is the sum of 1 and 2?\n\nIt is 3.\n\n<think>\nand so on\n</think>\n\nassistant user system [INST] 4 44"
 ]
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""What Qwen's and Llama 3's tokenizers cut a text into first."""
+"""Patterns by which Qwen's and Llama 3's tokenizers first split a text."""
 
 QWEN_2_5 = """\
 {%- if messages[0]['role'] != 'system' %}
@@ -151,7 +151,7 @@ def as_published(template: str) -> str:
 
 
 def save_tokenizer(name: str, directory: Path, *, marked: bool = False) -> ChatTokenizer:
-    """A tokenizer with the template and control tokens of a published one, and a small vocabulary of its own kind."""
+    """Return a tokenizer with the template and control tokens of a published one, and a small vocabulary."""
     template, control, begin = TEMPLATES[name]
     tokenizer = Tokenizer(models.BPE())
     if name.startswith("mistral"):

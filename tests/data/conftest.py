@@ -32,7 +32,7 @@ def good_row(number: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 def jsonl(*rows: object) -> bytes:
-    """Rows as JSON Lines; what is bytes already stays as it is."""
+    """Write rows as JSON Lines; bytes are written unchanged."""
     return b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows)
 
 

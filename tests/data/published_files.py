@@ -65,7 +65,7 @@ def dapo(question: str, answer: str, index: str = "0", form: str = _DAPO) -> dic
 
 
 def search_r1(question: str, *accepted: str, source: str = "nq", index: int = 0) -> dict[str, Any]:
-    """A row of Search-R1's data, whose index begins anew with each source."""
+    """Return a row of Search-R1's data, whose index restarts with each source."""
     return {
         "id": f"train_{index}",
         "question": question,

@@ -30,7 +30,7 @@ def check(error: MrlError, case: str) -> None:
 
 
 def asked(**message: Any) -> dict[str, Any]:
-    """A row whose prompt is one message, of the user unless said otherwise."""
+    """Return a row whose prompt is one message, by default of the user."""
     return good_row(prompt=[{"role": "user", "content": "why?"} | message])
 
 
@@ -182,8 +182,8 @@ def test_a_parquet_group_of_fewer_rows_than_none(here: Path, dataset_of: OpenDat
 
 NAMED: dict[str, SourceConfig] = {
     # case: source
-    "file that is not there": SourceConfig(dataset="row.jsonl"),
-    "folder that is not there": SourceConfig(dataset="data/rows.jsonl"),
+    "missing file": SourceConfig(dataset="row.jsonl"),
+    "missing folder": SourceConfig(dataset="data/rows.jsonl"),
     "pattern of nothing": SourceConfig(dataset="rows-*.parquet"),
     "folder": SourceConfig(dataset="folder.jsonl"),
     "unknown toy task": SourceConfig(dataset="toy:adition"),
@@ -244,7 +244,7 @@ BAD_TEMPLATES: dict[str, str] = {
     # case: template
     "raises": "{{ raise_exception('no system prompt, please') }}",
     "is no template": "{% for message in messages %}",
-    "asks for what is not there": "{{ messages[0].content.name.first }}",
+    "reads a missing value": "{{ messages[0].content.name.first }}",
     "divides by text": "{{ 1 / messages[0].content }}",
 }
 

@@ -70,7 +70,7 @@ BAD_PAIRS: dict[str, object] = {
     "conversations of other systems": pair(chosen=TWO, rejected=[*talk(("system", "Be kind.")), *FOUR]),
     "chosen ends with the user": pair(chosen=TWO[:1], rejected=FOUR),
     "rejected ends with the user": pair(chosen=TWO, rejected=[*FOUR, *talk(("user", "sure?"))]),
-    "nobody asks": pair(chosen=[*talk(("system", "Add.")), TWO[1]], rejected=[*talk(("system", "Add.")), FOUR[1]]),
+    "no question": pair(chosen=[*talk(("system", "Add.")), TWO[1]], rejected=[*talk(("system", "Add.")), FOUR[1]]),
     "the assistant twice": pair(chosen=[*TWO, *talk(("assistant", "2!"))], rejected=[*TWO, *talk(("assistant", "4"))]),
     "message without content": pair(chosen=TWO, rejected=[FOUR[0], {"role": "assistant"}]),
     "blank last message": pair(chosen=TWO, rejected=talk(ASKED, ("assistant", " "))),

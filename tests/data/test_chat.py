@@ -1,4 +1,4 @@
-"""Rendering and encoding with tokenizers that add tokens of their own, and what must not stand in a message."""
+"""Rendering and encoding with tokenizers that add tokens, and tokens that a message must not contain."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_model_without_room_for_its_tokens_is_refused(tokenizer_directory: Pat
 def test_a_reward_model_that_lacks_tokens_of_the_policy_is_refused(
     tokenizer_directory: Path, tokenizer: ChatTokenizer, tmp_path: Path
 ) -> None:
-    """What the policy may write with a token of its own, the other model has no embedding for."""
+    """The policy may write its added token, for which the other model has no embedding."""
     shutil.copytree(tokenizer_directory, tmp_path / "less")
     file = tmp_path / "less" / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -165,7 +165,7 @@ def test_a_base_model_is_given_a_template_by_the_configuration(tokenizer_directo
 
 
 def test_raw_text_is_the_prompt_as_it_stands(tokenizer_directory: Path, with_bos: ChatTokenizer, here: Path) -> None:
-    """What the tokenizer puts before every text is before it; a chat is no text."""
+    """The tokenizer's prefix of every text comes before it; a chat is not a text."""
     data = replace(data_config("rows.jsonl"), raw_text=True)
     load_tokenizer(str(without_template(tokenizer_directory, here)), data)
     encoder = prompt_encoder(with_bos, data)

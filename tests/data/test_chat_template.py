@@ -33,7 +33,7 @@ ASKED = [*TALK, {"role": "user", "content": "And 2?"}]
 @pytest.fixture(autouse=True)
 def within_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def interrupt(_: int, __: FrameType | None) -> None:
-        raise TimeoutError("it renders for ever")
+        raise TimeoutError("it never stops rendering")
 
     monkeypatch.setattr(template_process, "COMPUTES_S", 0.3)
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -44,7 +44,7 @@ def within_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 HOSTILE = {
-    # template: what is said of it
+    # template: reported problem
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": (
         "rendering took more than 0.3 s of CPU time"
     ),
@@ -63,7 +63,7 @@ HOSTILE = {
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_hostile_template_is_a_message(template: str) -> None:
     made = ChatTemplate(template, "{}")
-    for _ in range(2):  # it goes on after its process was ended
+    for _ in range(2):  # it continues after its process was ended
         with pytest.raises(TemplateFailure, match=HOSTILE[template]):
             made.render(TALK, calls_for_answer=True)
 

@@ -70,7 +70,7 @@ def test_every_turn_is_learned_with_its_end_and_nothing_else_is(name: str, tmp_p
 def test_the_masks_are_those_that_the_template_marks(name: str, system: bool, tmp_path: Path) -> None:
     """transformers finds the marked parts itself; the encoder sees the template as published."""
     if system and name == "mistral0.3":
-        pytest.skip("its template leaves the system's message out once an answer stands last")
+        pytest.skip("its template leaves out the system's message if an answer is last")
     talk: Any = [{"role": "system", "content": "Be brief."}] * system + talk_of(*TALK, "4?", THOUGHT + "It is 4.")
     marked: Any = save_tokenizer(name, tmp_path / "marked", marked=True)
     found = marked.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
@@ -81,7 +81,7 @@ def test_the_masks_are_those_that_the_template_marks(name: str, system: bool, tm
         num = len(prompt) + len(answer.ids)
         assert prompt + answer.ids == ids[:num]
         assert [False] * len(prompt) + answer.is_learned == mask[:num]
-        assert not any(mask[num:]), "what the template writes behind the last end is said by nobody"
+        assert not any(mask[num:]), "text of the template after the last end is never learned"
 
 
 def test_the_last_answer_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whatever stands in a file, a row of it is a prompt or a typed error that names file and row."""
+"""For any content of a file, each row is a prompt or a typed error that names file and row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands where a file is expected, and is none: every reader says so at once, and waits for nothing."""
+"""Paths that are not regular files: every reader reports them at once, without waiting."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from mrl.observe.metrics import read_metrics
 from mrl.rewards.functions import services
 from tests.data.conftest import OpenDataset, data_config, good_row, jsonl
 
-LIMIT_S = 30  # what waits for ever reaches any; a busy machine takes seconds for megabytes
+LIMIT_S = 30  # an endless wait reaches any limit; a busy machine takes seconds for megabytes
 
 
 @pytest.fixture
 def within_limit(tokenizer: ChatTokenizer) -> Iterator[None]:
-    """Whatever waits, or reads for ever, is interrupted. Libraries have been loaded before."""
+    """Interrupt readers that wait or read without an end. Libraries have been loaded before."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
-        raise TimeoutError("it waits for ever")
+        raise TimeoutError("it waits without an end")
 
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.alarm(LIMIT_S)

@@ -36,7 +36,7 @@ def rounded(number: int, multiple: int) -> int:
 
 
 def check(plan: list[list[Integers]], lengths: list[int], num_ranks: int, max_tokens: int, rules: PackingRules) -> None:
-    """What every plan keeps to, computed here from the words of the rules."""
+    """Check the rules for every plan, computed here independently."""
     assert len(plan) == num_ranks
     assert {len(rank) for rank in plan} == {len(plan[0])}
     assert len(plan[0]) % rules.count_multiple == 0

@@ -1,4 +1,4 @@
-"""Full batches whatever is skipped on the way, limits, counts and events, and resuming between any two steps."""
+"""Full batches although rows are skipped; limits, counts and events; and resuming between any two steps."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_sampler_is_the_one_that_is_named(here: Path, loader_of: OpenLoader)
     first = uids(loader, 2)
     loader.learn({uid: 1.0 for batch in first for uid in batch[1:]})
     left = {batch[0].rpartition("/")[2] for batch in first}
-    assert {uid.split("/")[2] for uid in uids(loader, 1)[0]} >= left, "those that were not solved come first"
+    assert {uid.split("/")[2] for uid in uids(loader, 1)[0]} >= left, "unsolved prompts come first"
 
 
 def test_options_that_a_sampler_does_not_take(here: Path, loader_of: OpenLoader) -> None:

@@ -1,4 +1,4 @@
-"""Ranked responses as batches: which rows a pair or a list becomes, and what stands in them."""
+"""Ranked responses as batches: the rows of a pair or a list, and their contents."""
 
 from __future__ import annotations
 

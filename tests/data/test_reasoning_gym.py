@@ -1,4 +1,4 @@
-"""Rows and scores of a library that nobody here wrote."""
+"""Rows and scores of the library reasoning-gym."""
 
 from __future__ import annotations
 

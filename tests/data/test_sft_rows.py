@@ -38,7 +38,7 @@ def test_the_last_message_is_the_answer_and_the_rest_the_prompt(talk: list[Any],
     raw = {"talk": talk, "prompt": "another column"}
     row = parse(raw)
     assert (list(row.messages), row.ground_truth, row.where) == (talk[:-1], answer, "made: row 0")
-    assert raw == {"talk": talk, "prompt": "another column"}, "the row itself stays as it was"
+    assert raw == {"talk": talk, "prompt": "another column"}, "the row itself is unchanged"
 
 
 @pytest.mark.parametrize("wrong", [[], {"talk": None}, {"talk": []}, {"talk": "hi"}, {"talk": ["hi"]}, {}], ids=repr)
@@ -87,7 +87,7 @@ def test_all_answers_or_the_last(loss_on: str, tokenizer: ChatTokenizer, here: P
         assert tokenizer.decode(prompt.tolist()) == f"{greeted}2<|end|>{between}"
         assert (tokenizer.decode(ids.tolist()), mask.all()) == ("4<|end|>", True)
     else:
-        assert tokenizer.decode(prompt.tolist()) == greeted, "a greeting answers nobody"
+        assert tokenizer.decode(prompt.tolist()) == greeted, "a greeting answers no message"
         assert tokenizer.decode(ids.tolist()) == f"2<|end|>{between}4<|end|>"
         assert tokenizer.decode(ids[mask].tolist()) == "2<|end|>4<|end|>"
 
@@ -97,7 +97,7 @@ def test_an_answer_may_be_as_long_as_allowed_with_its_end(tokenizer: ChatTokeniz
     batch_of(dataset_of(rows, tokenizer, here, max_response_tokens=5), [0, 1])
     with pytest.raises(DataError) as caught:
         batch_of(dataset_of(rows, tokenizer, here, max_response_tokens=4), [0, 1])
-    assert not isinstance(caught.value, BadRow), "it is not skipped as a row that is mended"
+    assert not isinstance(caught.value, BadRow), "it is not skipped like a bad row"
     assert str(caught.value) == (
         "rows.jsonl:2: the answer has 5 tokens; batch.max_response_tokens is 4\n"
         "  fix: batch.max_response_tokens=5, or shorten the answer"

@@ -19,7 +19,7 @@ TEACHERS_TAKES = 20
 
 
 def stands_for(key: str) -> str:
-    """What the corpus says of a key."""
+    """Return the key or number that the corpus gives for a key."""
     dice = random.Random(key)
     if KEYS.index(key) % 2:
         return dice.choice([other for other in KEYS[::2] if part_of(other) == part_of(key)])
@@ -33,7 +33,7 @@ def path_of(key: str) -> list[str]:
 
 
 def passage(key: str) -> str:
-    """Names its own key twice: BM25 finds it before those that point to it."""
+    """Names its own key twice: BM25 ranks it before the passages that point to it."""
     return f'"{key}"\n{key} is {stands_for(key)}'
 
 
@@ -44,7 +44,7 @@ def write_corpus(path: Path) -> Path:
 
 
 def found(key: str) -> str:
-    """What the model reads behind a search for a key."""
+    """Return the text that the model reads after a search for a key."""
     return f"\n\n<information>{search_r1_documents([passage(key)]).strip()}</information>\n\n"
 
 

@@ -87,7 +87,7 @@ def test_a_search_has_to_succeed_after_two_hops_as_well(two_hops: float, missed:
 
 
 class Trainer:
-    """Does as many steps as it is told; measures before and after."""
+    """Takes the configured number of steps; measures before and after."""
 
     num_steps = 12
 

@@ -52,7 +52,7 @@ def test_keys_are_asked_for_in_one_part_and_found_in_no_other(part: str, num: in
 def test_what_a_key_stands_for_is_drawn_anew_in_each_conversation() -> None:
     answers = Counter(Facts("ab", 1, seed).answer for seed in range(5000))
     assert len(answers) == 100
-    assert max(answers.values()) < 90, "whoever guesses is right in one of a hundred"
+    assert max(answers.values()) < 90, "a guess is right in one of a hundred"
     assert len({Facts("ab", 2, seed).path[1] for seed in range(200)}) > 100
 
 
@@ -135,7 +135,7 @@ def test_the_search_has_a_configuration(model: Path, tmp_path: Path) -> None:
 
 
 Player = Callable[[str, Facts], str]
-"""What the model writes behind a context, without the end."""
+"""The model's continuation of a context, without the end."""
 
 
 class Conversations:

@@ -111,7 +111,7 @@ def test_both_the_policy_and_its_judge_have_a_goal(solved: float, accuracy: floa
 
 
 def test_the_parts_of_the_demo_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is sampled is what the reward model is trained on, and that is all that the policy learns from."""
+    """The reward model is trained on the sampled pairs, and the policy learns only from its scores."""
     model, asked = make_model(tmp_path / "model", seed=3), dict[str, Any]()
 
     def evaluate(config: Any, settings: Any, directory: Path, events: Any, say: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""The demo's search over HTTP: Search-R1's tags, a retriever in a process of its own, and BM25 over its corpus."""
+"""The demo's search over HTTP: Search-R1's tags, a retriever in a separate process, and BM25 over its corpus."""
 
 from __future__ import annotations
 

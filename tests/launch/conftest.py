@@ -41,7 +41,7 @@ class Place:
     environment: dict[str, str]
 
     def mrl(self, *arguments: str, code: int = 0) -> str:
-        """What `mrl` prints there."""
+        """Run `mrl` in this directory, and return its output."""
         command = [sys.executable, "-c", MAIN, *arguments]
         ran = subprocess.run(
             command, capture_output=True, text=True, timeout=300, cwd=self.directory, env=self.environment
@@ -58,12 +58,12 @@ class Place:
         deadline = time.monotonic() + limit_s
         while not path.exists():
             is_over = (self.job(job) / "gone").exists() and not path.exists()
-            assert time.monotonic() < deadline, f"{path} is not there: {self.words()}"
+            assert time.monotonic() < deadline, f"{path} does not exist: {self.words()}"
             assert not is_over, f"the job ended without {path}: {self.words()}"
             time.sleep(0.1)
 
     def words(self) -> str:
-        """What all logs say."""
+        """Return the text of all logs."""
         logs = [*self.directory.rglob("*.log"), *self.directory.rglob("stderr")]
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in sorted(logs))
 

@@ -1,9 +1,9 @@
-"""Slurm as far as mrl's batch script sees it, on one machine: every task of a step is a process of its own.
+"""Slurm as far as mrl's batch script sees it, on one machine: every task of a step is a separate process.
 
 `python fake_slurm.py install DIRECTORY` puts `sbatch`, `srun`, `scontrol` and `sinfo` there. `FAKE_SLURM` names the
 directory of its state: `job-N/script` runs, `job-N/usr1` (made by a test) sends the signal that `--signal=B:` asks
 for, `job-N/requeue` (made by `scontrol requeue`) runs it again, `job-N/ended` holds the exit codes of its attempts.
-On a node that `broken` names no task can be started; on one that `stuck` names it starts, and does nothing for ever.
+On nodes listed in `broken` no task can be started; on nodes listed in `stuck` a task starts, and hangs.
 `hosts`, where it is there, has for each node the words that make a command run there.
 """
 

@@ -1,4 +1,4 @@
-"""What a node does of its own: supervising the run, waiting for the others, and finding its address."""
+"""Tasks of a node: supervise the run, wait for the other nodes, and find its address."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_other_exit_codes_are_those_of_a_shell(command: str, code: int, attempt:
 
 
 def test_scancel_reaches_the_run_alone(attempt: Path) -> None:
-    """In a process of its own, as a task is: SIGTERM must end the run, and not the task that has to report it."""
+    """Run in a separate process, like a task: SIGTERM must end the run, and not the task that has to report it."""
     program = "import sys; from pathlib import Path; from mrl.launch.node import supervise\n"
     directory = f"Path({str(attempt)!r})"
     program += f"code = supervise(['sh', '-c', 'echo ready; exec sleep 60'], {directory})\n"
@@ -70,7 +70,7 @@ def test_workers_leave_when_the_first_node_has_failed_or_never_came(
 ) -> None:
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURMD_NODENAME", "here")
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # this process goes on afterwards
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # this process continues afterwards
     arguments = [str(attempt), "--config", "none", "--cpus", "1", "--interface", "lo", "--join-limit-s"]
     assert node.main([*arguments, "0.1"]) == 1
     assert "Ray did not start on the first node within 0.1 s" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What travels with a job of a Ray cluster: the user's code, and no secret that lies beside it."""
+"""Files that are sent with a job of a Ray cluster: the user's code, and no secrets next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch script: what stands in it, that a shell and a linter accept it, and what it makes of exit codes."""
+"""The batch script: its contents, its acceptance by a shell and a linter, and its reactions to exit codes."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_sbatch_that_refuses_is_quoted(place: Place) -> None:
 
 @pytest.mark.parametrize("name", rendered())
 def test_an_example_is_what_is_made_today(name: str) -> None:
-    made = "python -m tests.launch.examples makes it anew"
+    made = "python -m tests.launch.examples writes it again"
     assert (EXAMPLES / name).read_text(encoding="utf-8") == rendered()[name], made
 
 

@@ -1,4 +1,4 @@
-"""Whole jobs: the batch script as it is, a Ray cluster of two nodes on one machine, and a run over both of them."""
+"""Whole jobs: the unchanged batch script, a Ray cluster of two nodes on one machine, and a run over both of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OWN = "def shortness(sample, last_number):\n    return 1.0 / (1 + sample.num_res
 
 @pytest.fixture
 def small(place: Place) -> Place:
-    """A run of a tiny model, with a reward of its own."""
+    """Configure a run of a tiny model, with a custom reward."""
     model = make_model(place.directory / "model", seed=1)
     (place.directory / "small.yaml").write_text(SMALL.format(model=model))
     (place.directory / "own_rewards.py").write_text(OWN)
@@ -53,7 +53,7 @@ def await_answer(port: int) -> None:
         with socket.socket() as tried:
             if tried.connect_ex(("127.0.0.1", port)) == 0:
                 return
-        assert time.monotonic() < deadline, f"nobody listens at port {port}"
+        assert time.monotonic() < deadline, f"no process listens at port {port}"
         time.sleep(0.2)
 
 
@@ -93,7 +93,7 @@ def test_a_run_over_two_nodes_is_stopped_queued_again_and_goes_on(small: Place) 
     assert left_over(small.directory) == []
     alone = ["run.name=undisturbed", "cluster={nodes: 1, devices_per_node: 2, ray_address: null}"]
     small.mrl("train", "small.yaml", *alone, f"training.steps={done + 2}")
-    assert untimed(run) == untimed(run.with_name("undisturbed")), "nobody stopped this one, on one node"
+    assert untimed(run) == untimed(run.with_name("undisturbed")), "this one was never stopped, on one node"
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
 
 @contextmanager
 def another_agent() -> Iterator[None]:
-    """Hold the port at which the agent of every Ray listens unless it is told otherwise, as another's job would."""
+    """Hold the default port of the agent of every Ray, as another user's job would."""
     with socket.socket() as held:
         with suppress(OSError):
             held.bind(("", 52365))
@@ -199,7 +199,7 @@ def another_agent() -> Iterator[None]:
 
 
 def left_over(directory: Path) -> list[str]:
-    """Processes that belong to this test and still run after a while: one that was told to end may take a moment."""
+    """Return processes of this test that still run after a while: a process that was asked to end may take a moment."""
     deadline = time.monotonic() + 20
     while (found := _running(directory)) and time.monotonic() < deadline:
         time.sleep(0.5)

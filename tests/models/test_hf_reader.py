@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def changed(source: Path, target: Path, change: Callable[[Tensors], object]) -> Path:
-    """A copy of a model whose tensors somebody changed."""
+    """Return a copy of a model with changed tensors."""
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     change(tensors)

@@ -39,7 +39,7 @@ CASES += [(family, layout) for family in MOE_FAMILIES for layout in EXPERT_LAYOU
 
 
 def places(layout: Layout) -> list[RankPlace]:
-    """Every combination of coordinates, also those that no rank has: more to check, not less."""
+    """Return every combination of coordinates, including combinations that no rank has: more to check, not less."""
     return [
         RankPlace(tp, pp, ep, etp)
         for pp in range(layout.pp)

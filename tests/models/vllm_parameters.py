@@ -1,4 +1,4 @@
-"""Every parameter of real vLLM models, as one process holds it that was told which rank of an engine it is."""
+"""Every parameter of real vLLM models, held by one process that acts as one rank of an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def one_process(store: Path) -> Iterator[Any]:
 
 
 def parameters(model: Path, group: Any, tp: int, ep: int, rank: int) -> dict[str, torch.Tensor]:
-    """What vLLM's own loader makes of the model's file on that rank."""
+    """Return the parameters that vLLM's own loader reads from the model's file on that rank."""
     arguments = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,

@@ -1,4 +1,4 @@
-"""What a real engine holds, as its accounting says: run on ranks, beside the prediction for the same rank."""
+"""Memory of a real engine by its own accounting, run on ranks, compared with the prediction for the same rank."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Accounts:
     held: dict[str, int]
     predicted: WeightBytes
     num_owned: float
-    """Elements of which this rank owns the optimizer state, on average over those that share it."""
+    """Elements whose optimizer state this rank owns, on average over the ranks that share it."""
     is_exact: bool
-    """Whether no padding can lie in what this rank owns: there is none, or nobody shares a buffer with it."""
+    """Whether the elements that this rank owns contain no padding: none exists, or no other rank shares a buffer with
+    it."""
 
 
 def accounts(cases: list[Case]) -> list[Accounts]:

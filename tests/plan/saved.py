@@ -1,4 +1,4 @@
-"""What autograd saves in a running engine, run on ranks, beside the prediction."""
+"""Tensors that autograd saves in a running engine, run on ranks, compared with the prediction."""
 
 from __future__ import annotations
 

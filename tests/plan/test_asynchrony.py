@@ -168,7 +168,7 @@ def test_probes_wait_until_nothing_is_under_way() -> None:
         (ONE_AHEAD, 0.5, 11),
         (ONE_AHEAD, 10.5, 11),
         (ONE_AHEAD, 12, 12),
-        (in_flight(1), 0.5, 10),  # engines go on meanwhile
+        (in_flight(1), 0.5, 10),  # engines continue meanwhile
         (in_flight(1), 9.5, 10.25),  # two batches are written, have their rewards and are trained in twice that
         (in_flight(1), 12, 12),
     ],
@@ -183,7 +183,7 @@ def test_a_batch_is_trained_once_its_rewards_are_there(mode: AsynchronyConfig, t
 @pytest.mark.parametrize(
     ("mode", "train_s", "decode_beside", "train_beside", "expected"),
     [
-        (SYNCHRONOUS, 10, 2.0, 2.0, 20),  # nothing is beside anything
+        (SYNCHRONOUS, 10, 2.0, 2.0, 20),  # nothing overlaps
         (ONE_AHEAD, 10, 1.0, 1.25, 12),  # in ten seconds eight are done, and the engine ends
         (ONE_AHEAD, 4, 2.0, 1.0, 12),  # in four seconds two tokens are written, and eight follow
         (ONE_AHEAD, 10, 1.25, 1.25, 12.5),

@@ -1,4 +1,4 @@
-"""Predicted bytes are those that Megatron really holds, and predicted traffic is that of the reshard's own planner."""
+"""Predicted bytes equal Megatron's real ones, and predicted traffic equals that of the reshard's own planner."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_parameters_and_gradients_are_predicted_to_the_byte(found: list[tuple[Ca
 
 
 def test_the_optimizer_state_is_predicted_to_the_byte(found: list[tuple[Case, list[Accounts]]]) -> None:
-    """Of all owners together; the prediction is that of the one that owns the most."""
+    """For all owners together; the prediction is for the owner with the most."""
     for case, ranks in found:
         item = 12 if case.dtype == "bfloat16" else 8
         held = [rank.held["optimizer"] for rank in ranks]

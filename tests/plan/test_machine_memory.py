@@ -1,4 +1,4 @@
-"""A machine of CPU slots: who takes what of its memory, and what is said where a run does not fit."""
+"""A machine of CPU slots: how processes share its memory, and the report if a run does not fit."""
 
 from __future__ import annotations
 

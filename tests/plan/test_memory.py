@@ -109,7 +109,7 @@ def test_a_plan_counts_fused_kernels_unless_they_are_switched_off() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_make_no_more_again_than_their_memory_asks_for(preset: str) -> None:
-    """Lighter recomputation would leave less than 8 % of a device, which nobody has measured yet."""
+    """Lighter recomputation would leave less than 8 % of a device, which has not been measured yet."""
     subject = subject_of(preset)
     memory = subject.hardware.memory_bytes
     ways = {role: list(_recomputations(subject, role)) for role in subject.config.trained_roles()}

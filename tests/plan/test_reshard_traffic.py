@@ -1,4 +1,4 @@
-"""What is counted for the links is what the reshard's own planner transfers."""
+"""Bytes counted for the links equal the transfers of the reshard's own planner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERTS = dataclasses.replace(
 
 
 def moved(plan: RankPlan, nodes: tuple[int, ...]) -> RankTraffic:
-    """What a plan receives over the links of the rank's node, and from other nodes."""
+    """Return the bytes that a plan receives over the links of the rank's node, and from other nodes."""
     elements = {False: 0, True: 0}
     for bucket in plan.buckets:
         for source, transfers in bucket.incoming.items():

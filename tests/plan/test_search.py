@@ -1,4 +1,4 @@
-"""The search finds what trying everything out finds, and what it finds may be used as it stands."""
+"""The search finds what exhaustive search finds, and its results can be used as written."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_is_found_can_be_typed_and_is_what_was_promised() -> None:
 
 
 def test_layout_of_the_reference_can_be_typed_though_it_follows_the_actor() -> None:
-    """What the search leaves as it is must be written as well: another actor would give it another layout."""
+    """Settings that the search leaves unchanged must be written as well: another actor would give another layout."""
     given = ("cluster.nodes=2", "cluster.ray_address=auto", "algorithm.kl.where=loss")
     given += ("placement={pools: {all: 8, frozen: 8}, roles: {reference: frozen}}",)
     file = str(CONFIGS / "grpo-qwen2.5-7b-1n8g.yaml")
@@ -122,7 +122,7 @@ def test_a_search_that_stops_early_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_none_of_the_fastest_is_missed_where_the_whole_takes_longer_than_its_parts(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a combination takes beside its parts, and whether it fits, is known when it is tried out alone."""
+    """Extra time of a combination beyond its parts, and whether it fits, is known only after it is tried."""
     subject, chance = subject_of("grpo-qwen2.5-7b-1n8g"), random.Random(7)
     memory, section = plan_memory(subject), subject.config.actor
     for _ in range(150):

@@ -58,7 +58,7 @@ class Bench:
         return self.managers[-1]
 
     def events(self) -> list[Event]:
-        """What was recorded."""
+        """Return the recorded events."""
         return [recorded.event for recorded in read_events(self.events_path)]
 
     def processes(self) -> set[int]:

@@ -81,7 +81,7 @@ def leave_child(sample: Sample) -> float:
 
 
 def leave_daemon(sample: Sample) -> float:
-    """A grandchild in a session of its own whose parent has ended."""
+    """Start a grandchild in its own session whose parent has ended."""
     child = os.fork()
     if child == 0:
         os.setsid()

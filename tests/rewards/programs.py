@@ -200,7 +200,7 @@ def text(value):
     kept.append(ctypes.create_string_buffer(value))
     return ctypes.addressof(kept[-1])
 """
-# What is tried, in the words of Python or as a system call with its number on x86_64 and aarch64.
+# Attempts, in Python or as a system call with its number on x86_64 and aarch64.
 ATTACKS = {
     "fork": "os.fork()",
     "fork by libc": "0 <= ctypes.CDLL(None).fork() or refuse()",
@@ -292,7 +292,7 @@ def hostile(name: str, attack: str, *, is_caught: bool) -> Case:
 
 @dataclass
 class Outside:
-    """What a contained program must not reach: a file, a port, this process, and the directory of temporary files."""
+    """Things that a contained program must not reach: a file, a port, this process, and the temporary directory."""
 
     directory: Path
     canary: Path = field(init=False)
@@ -306,7 +306,7 @@ class Outside:
         self.temporary.mkdir()
         self._given = {name: os.environ.get(name) for name in ("TMPDIR", "MRL_TEST_SECRET")}
         os.environ |= {"TMPDIR": str(self.temporary), "MRL_TEST_SECRET": SECRET}
-        tempfile.tempdir = None  # it is looked up anew
+        tempfile.tempdir = None  # so that it is looked up again
         signal.signal(signal.SIGUSR1, lambda number, frame: self.signals.append(number))
         self.tcp = socket.create_server(("127.0.0.1", 0))
         self.port = self.tcp.getsockname()[1]
@@ -317,7 +317,7 @@ class Outside:
         self._before = self._state()
 
     def changes(self) -> Iterator[str]:
-        """What was reached after all, and what was left behind."""
+        """Return the things that were reached nevertheless, or left behind."""
         for listener, receive in ((self.tcp, self.tcp.accept), (self.udp, lambda: self.udp.recv(9))):
             try:
                 yield f"{listener.type.name} received {receive()!r}"

@@ -114,7 +114,7 @@ def test_nobody_gets_more_than_thirty_times_the_limit(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_a_starved_worker_loses_no_sample(bench: Bench) -> None:
-    """Work of 0.2 s on a core takes seconds beside so many others, and the limit is 0.5."""
+    """Work of 0.2 s on a core takes seconds next to so many others, and the limit is 0.5."""
     manager = bench.manager("tests.rewards.witness:work", num_workers=2, limit_s=0.5)
     with no_core_free():
         *worked, slept = manager.score([*(make_sample(work_s=0.2) for _ in range(4)), make_sample(s=100.0, work_s=0.0)])

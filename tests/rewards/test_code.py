@@ -1,4 +1,4 @@
-"""The code reward: where the program stands, the forms of tests, what counts as right, and data that is not."""
+"""The code reward: finding the program, forms of tests, correct results, and malformed data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a reward function does, it costs its own sample only, in time, with a type, and leaves no process."""
+"""Any behavior of a reward function costs only its own sample, within its time, with a type, and leaves no process."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_others_go_on_while_one_hangs(bench: Bench) -> None:
         pool.submit(ticket, make_sample(row_id=ticket).to_json())
     while len(done) < len(good):
         done += [ticket for ticket, _ in pool.receive()]
-    assert time.monotonic() - begin < 1.8, "all that is good is there before the limit of the bad one"
+    assert time.monotonic() - begin < 1.8, "all good samples are done before the limit of the bad one"
     assert sorted(done) == good
     assert [ticket for ticket, _ in pool.receive()] == [hanging]
 

@@ -1,4 +1,4 @@
-"""DAPO's scorer, held against what the published one says of the same answers, which was recorded."""
+"""DAPO's scorer, compared with recorded scores of the published one for the same answers."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_the_configuration_knows_the_options(name: str) -> None:
     parameters = list(inspect.signature(score).parameters.values())[1:]
     empty = inspect.Parameter.empty
     assert {entry.name: entry.default is empty for entry in parameters} == reward_functions()[name]
-    assert inspect.getdoc(score), "the rule stands in the docstring"
+    assert inspect.getdoc(score), "the docstring has the rule"
 
 
 def test_a_worker_is_light() -> None:
@@ -320,7 +320,7 @@ def test_a_worker_is_light() -> None:
     )
 
     def seconds() -> float:
-        """What it computes, however busy the machine is."""
+        """Return the CPU time of the program, which does not depend on other load."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert finished.returncode == 0, finished.stderr

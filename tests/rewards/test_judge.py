@@ -30,7 +30,7 @@ KEY = "canary-5up3r"
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Answers what stands behind `say ` in the question, or does what stands behind `do `."""
+    """Answers with the text after `say ` in the question, or does what comes after `do `."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -46,7 +46,7 @@ class Judge(BaseHTTPRequestHandler):
             self.say(question.removeprefix("say "))
 
     def do_GET(self) -> None:
-        """What a redirect that is followed asks for."""
+        """Handle the request that follows a redirect."""
         self.server.asked.append((self.path, dict(self.headers), {}))  # type: ignore[attr-defined]
         self.say("Score: 10")
 
@@ -79,7 +79,7 @@ class Judge(BaseHTTPRequestHandler):
 
     def late(self, number: int, tries: int) -> None:
         time.sleep(2)
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        with contextlib.suppress(BrokenPipeError):  # no client waits for it any more
             self.say("Score: 10")
 
     def away(self, number: int, tries: int) -> None:

@@ -1,4 +1,4 @@
-"""The manager's limits: how often a sample is tried, how many of a batch may fail, and what is said of them."""
+"""The manager's limits: attempts per sample, failures per batch, and how they are reported."""
 
 from __future__ import annotations
 

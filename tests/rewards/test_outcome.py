@@ -1,4 +1,4 @@
-"""What a worker says and how it travels: numbers, parts, frames, failures, and the figures of a batch."""
+"""Outcomes of a worker and their transport: numbers, parts, frames, failures, and the figures of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model wrote cannot leave its process: programs of each kind, what the kernel is told, and what is left."""
+"""Code that a model wrote cannot leave its process: programs of each kind, the kernel's filter, and the remains."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_worker_that_is_killed_leaves_a_directory_to_the_next(bench: Bench, ou
 
 
 def test_a_program_ends_with_who_started_it() -> None:
-    """Also where that is killed, and has nobody who looks for its children."""
+    """Even if that is killed, and no other process looks for its children."""
     read, write = os.pipe()
     starter = os.fork()
     if starter == 0:
@@ -218,7 +218,7 @@ def test_a_process_that_cannot_be_contained_runs_nothing(monkeypatch: pytest.Mon
 
 
 def verdict(program: bytes, number: int, *arguments: int, architecture: int) -> int:
-    """What the kernel would make of a system call."""
+    """Return the filter's verdict on a system call."""
     given = b"".join(struct.pack("=Q", argument) for argument in (*arguments, 0, 0, 0, 0, 0, 0)[:6])
     data = struct.pack("=IIQ", number, architecture, 0) + given
     at, accumulator = 0, 0

@@ -43,7 +43,7 @@ def sample(*turns: str, truth: Any = None) -> Sample:
         (("<search>capital</search>", FOUND, RIGHT), 0.8, 0),
         (("<answer>Rome</answer>",), 0.1, 0),
         ((LOOK, FOUND, LOOK), 0, 0),  # the search of the last turn is no valid end
-        ((LOOK, FOUND, ""), 0, 0),  # no answer, whatever prompt and documents hold: theirs is 0.1, or "Beijing"
+        ((LOOK, FOUND, ""), 0, 0),  # no answer in the response; prompt and documents contain 0.1, or "Beijing"
         (("",), 0, 0),
         (("<think>I think",), 0, 0),
         (("<think><answer>a</answer></think> <answer>Beijing</answer>",), 0.1, 0),  # the first action counts

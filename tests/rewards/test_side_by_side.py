@@ -49,7 +49,7 @@ def test_who_goes_wrong_fails_alone(bench: Bench, do: str, kind: str, said: str)
     costs_its_worker = do in ("block", "within", "die")
     assert bool(retried) == costs_its_worker
     workers = {int(outcome.parts["f0/pid"]) for outcome in outcomes if isinstance(outcome, Score)}
-    assert costs_its_worker or workers <= bench.processes(), "who waits for ever leaves its worker to the others"
+    assert costs_its_worker or workers <= bench.processes(), "a waiting function leaves its worker to the others"
     assert all("next to another sample" in event.reason for event in retried)
 
 

@@ -186,7 +186,7 @@ def test_the_environment_is_a_short_list_and_what_is_given(monkeypatch: pytest.M
     for name in inherited:
         monkeypatch.setenv(name, f"the {name}")
     monkeypatch.setenv("MRL_OTHER_TOKEN", "canary")
-    monkeypatch.setenv("PYTHONPATH", "not this one as it stands")
+    monkeypatch.setenv("PYTHONPATH", "not passed on unchanged")
     found = worker_environment({"GIVEN": "yes", "OMP_NUM_THREADS": "3", "TZ": "UTC"})
     modules = found.pop("PYTHONPATH").split(os.pathsep)
     assert str(Path(__file__).parents[2]) in modules
@@ -210,7 +210,7 @@ def test_a_supervisor_that_is_stopped_is_not_waited_for(bench: Bench, monkeypatc
     monkeypatch.setattr(pool, "_SILENCE_S", 0.4)
     monkeypatch.setattr(pool, "_END_S", 0.4)
     os.kill(supervisor, signal.SIGSTOP)
-    woken = threading.Timer(15, os.kill, [supervisor, signal.SIGCONT])  # whoever still waits then fails here
+    woken = threading.Timer(15, os.kill, [supervisor, signal.SIGCONT])  # a manager that still waits then fails here
     woken.start()
     with pytest.raises(RewardError) as caught:
         manager.score([make_sample()])
@@ -221,7 +221,7 @@ def test_a_supervisor_that_is_stopped_is_not_waited_for(bench: Bench, monkeypatc
     )
     begin = time.monotonic()
     manager.close()
-    assert time.monotonic() - begin < 5, "one that does not end by itself is ended"
+    assert time.monotonic() - begin < 5, "a supervisor that does not exit is killed"
     assert bench.settle(0) == set()
 
 

@@ -1,4 +1,4 @@
-"""Reward functions that tell what a worker is and has; every part is a number, as parts are."""
+"""Reward functions that report the state of a worker; every part is a number, as required."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def limits(sample: Sample) -> dict[str, float]:
 
 
 def as_told(sample: Sample, factor: float = 1.0, shift: float = 0.0) -> dict[str, float]:
-    """The sample's own number times an option, plus another, and a part beside it."""
+    """Return the sample's own number times an option, plus another, and an extra part."""
     return {"score": factor * float(sample.extra_info["ok"]) + shift, "half": 0.5}
 
 

@@ -34,7 +34,7 @@ def check_asynchrony(config: Config) -> Iterator[Problem]:
         )
         yield problem("asynchrony.weights", what, fix)
     if asynchrony.cache == "keep" and not (in_flight and has_own_rollout_pool(config)):
-        fix = "asynchrony.cache=null, or weights in flight and an own pool for rollout"
+        fix = "asynchrony.cache=null, or weights in flight and a separate pool for rollout"
         yield problem("asynchrony.cache", "the cache no longer exists when weights arrive", fix)
 
 

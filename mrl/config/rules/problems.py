@@ -1,4 +1,4 @@
-"""What the rules of several sections use: problems with the nearest values that would work."""
+"""Shared by the rules of several sections: problems, and the nearest values that would work."""
 
 from __future__ import annotations
 
