@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COVERED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "launch")  # later "mrl", "tests"
-EXAMPLES = ("plain_english.py", "test_architecture.py")  # hold bad examples
+COVERED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "launch", "mrl")
+EXAMPLES = ("plain_english.py", "test_architecture.py", "published.py")  # bad examples, and texts of others
 TURNS = {
     r"(one|those|that) (that|which)|those who|(say|know|ask|want)s? nothing|(held|holds?) against": "name it; compare",
     r"(?<!#\s)(?-i:What|Whoever|Whatever)\b(?![^.]*\?)|who(so)?ever|whatever|whichever": "begin with a verb or noun",

@@ -111,7 +111,7 @@ def test_a_cut_turn_is_told_of_the_limit_and_not_that_it_forgot_to_call() -> Non
         ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'with the "name" of a tool'),
         ("hermes", '<tool_call>["add"]</tool_call>', 'with the "name" of a tool'),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number."),
-        ("hermes", '<tool_call>{"name": "a", "name": "b", "arguments": {}}</tool_call>', "a key stands twice"),
+        ("hermes", '<tool_call>{"name": "a", "name": "b", "arguments": {}}</tool_call>', "a key occurs twice"),
         ("hermes", '<tool_call>{"name": "a", "arguments": {"b": "\\ud800"}}</tool_call>', "half of a character"),
         ("hermes", f'<tool_call>{{"name": "a", "arguments": {{"b": {"9" * 5000}}}}}</tool_call>', "not valid JSON"),
         ("hermes", "<tool_call>" + "[" * 99_999, "nested too deeply"),
