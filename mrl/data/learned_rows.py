@@ -32,7 +32,7 @@ def read_answered(
     if not isinstance(row.ground_truth, str):
         what = "the ground truth is a list of accepted answers, but one answer is needed"
         raise BadRow(what, where=where, fix="set columns.ground_truth to a text column")
-    messages = (*row.messages, _said(row.ground_truth))
+    messages = (*row.messages, _reply(row.ground_truth))
     first = len(row.messages)
     if batch.loss_on == "all":
         roles = [message["role"] for message in messages]
@@ -62,24 +62,24 @@ def read_ranked(columns: ColumnsConfig, source_name: str, raw: object, where: st
     if empty := [column for column, value in responses.items() if value == []]:
         raise cells.bad(empty[0], "is an empty list, so the row has no response")
     if any(isinstance(value, list) for value in responses.values()):
-        messages, said = _conversations(cells, responses, columns.prompt)
+        messages, replies = _conversations(cells, responses, columns.prompt)
     else:
         messages = cells.messages(columns.prompt)
-        said = [_said(cells.text_of(value, column, "chosen")) for column, value in responses.items()]
-    if len({message["content"] for message in said}) < len(said):
+        replies = [_reply(cells.text_of(value, column, "chosen")) for column, value in responses.items()]
+    if len({message["content"] for message in replies}) < len(replies):
         raise BadRow("two responses have the same text, so neither can be preferred", where=where)
     return PromptRow(
         messages=messages,
         ground_truth=None,
         extra_info={},
-        said=tuple(said),
+        said=tuple(replies),
         is_ranked=True,
-        labels=_labels(cells, columns.label, len(said)) if columns.label else (),
+        labels=_labels(cells, columns.label, len(replies)) if columns.label else (),
         **cells.names(columns, source_name),
     )
 
 
-def _said(content: str) -> Message:
+def _reply(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 

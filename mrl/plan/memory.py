@@ -252,7 +252,7 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
     """Yield the phases of a pool on which these roles are placed."""
     everything = [item for role in roles for item in role.all_items()]
     awake = [Item("rollout", *part) for part in engine.parts]
-    while_taking, while_generating, while_scoring, beside = everything, everything, everything, awake
+    while_taking, while_generating, while_scoring, engine_items = everything, everything, everything, awake
     if config.sync.offload and not has_own_rollout_pool(config):
         actors = [role for role in roles if role.name == "actor"]
         while_generating = [role.reserve() for role in roles]
@@ -260,7 +260,7 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
         if actors:  # in the middle of a rollout, while engines sleep and all other roles are moved off
             while_scoring = [*while_generating, *(item for role in models for item in role.held("parameters"))]
         while_taking = [*while_generating, *(item for role in actors for item in role.held("parameters"))]
-        beside = [item for item in awake if item.what == RESERVE]  # asleep
+        engine_items = [item for item in awake if item.what == RESERVE]  # asleep
     for number, role in enumerate(roles):
         if role.train:
             earlier = [item for other in roles[:number] for item in other.all_items()]
@@ -279,15 +279,15 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
         yield Phase("weights", pool, (*while_taking, *taking, counts, buckets))
         yield Phase("rollout", pool, (*while_generating, *awake))
     else:
-        beside = []
+        engine_items = []
         if any(role.name == "actor" for role in roles):
             yield Phase("weights", pool, (*everything, buckets))
     for role in roles:
         if role.name != "actor" or needs_old_log_probs(config) or has_reference(config):
             present = while_scoring if role.name in config.scoring_models() else everything
-            yield Phase(scoring_phase(role.name), pool, (*present, *beside, *role.score))
+            yield Phase(scoring_phase(role.name), pool, (*present, *engine_items, *role.score))
         if role.train:
-            yield Phase(f"train {role.name}", pool, (*everything, *beside, *role.train))
+            yield Phase(f"train {role.name}", pool, (*everything, *engine_items, *role.train))
 
 
 def _host_bytes(config: Config, stages: Stages) -> int:

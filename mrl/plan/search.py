@@ -191,22 +191,22 @@ def search(subject: PlanInput, lengths: Lengths, max_found: int = 2) -> Result:
         _search([choice for choice in choices if choice.name == name], lengths, max_found)
         for name in dict.fromkeys(choice.name for choice in choices)
     ]
-    found = sorted((match for result in results for match in result.found), key=lambda match: match.time.seconds)
+    fastest = sorted((match for result in results for match in result.found), key=lambda match: match.time.seconds)
     is_complete = all(result.is_complete for result in results)
-    return Result(tuple(found), sum(result.num_tried for result in results), is_complete)
+    return Result(tuple(fastest), sum(result.num_tried for result in results), is_complete)
 
 
 def _search(choices: list[Placement], lengths: Lengths, max_found: int) -> Result:
-    found: list[Found] = []
+    fastest: list[Found] = []
     num_tried = 0
     for bound, placement, chosen in _in_order(choices):
-        is_complete = len(found) == max_found and bound >= found[-1].time.seconds
+        is_complete = len(fastest) == max_found and bound >= fastest[-1].time.seconds
         if is_complete or num_tried == _MAX_TRIED:
-            return Result(tuple(found), num_tried, is_complete)
+            return Result(tuple(fastest), num_tried, is_complete)
         num_tried += 1
         if (match := try_out(placement, chosen, lengths)) is not None:
-            found = sorted([*found, match], key=lambda item: item.time.seconds)[:max_found]
-    return Result(tuple(found), num_tried, is_complete=True)
+            fastest = sorted([*fastest, match], key=lambda item: item.time.seconds)[:max_found]
+    return Result(tuple(fastest), num_tried, is_complete=True)
 
 
 def try_out(placement: Placement, chosen: dict[str, Option], lengths: Lengths) -> Found | None:

@@ -75,7 +75,7 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
     """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters and one for experts that are
     reduced over other ranks."""
     layout, dense_owners = model.parallel, mesh.dp * mesh.cp
-    apart = mesh.ep > 1 or mesh.etp != mesh.tp
+    separate_experts = mesh.ep > 1 or mesh.etp != mesh.tp
     made = []
     for chunk in range(layout.vpp):
         dense = [elements for place, elements in _dense(spec, layout, stage, head) if place == chunk]
@@ -87,8 +87,8 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
         limit = None
         if first and model.ddp.get("overlap_grad_reduce"):
             limit = model.ddp.get("bucket_size") or max(_MIN_BUCKET, 1_000_000 * dense_owners)
-        groups = [([*dense, *([] if apart else experts)], alone, dense_owners)]
-        groups += [([*experts], [], mesh.edp)] if apart else []
+        groups = [([*dense, *([] if separate_experts else experts)], alone, dense_owners)]
+        groups += [([*experts], [], mesh.edp)] if separate_experts else []
         for members, separate, owners in groups:
             if members or separate:
                 multiple = math.lcm(owners, _bucket_multiple(model))

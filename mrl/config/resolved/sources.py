@@ -247,6 +247,6 @@ def _require_file(path: str, *, where: str, key: str) -> None:
         raise ConfigError([Problem(where, key, f"{subject}is a directory", fix)])
     folder, name = os.path.split(path)
     existing = [file.name for file in Path(folder).glob("*.y*ml")] if os.path.isdir(folder or ".") else []
-    near = difflib.get_close_matches(name, sorted(existing), n=1)
-    fix = f'did you mean "{os.path.join(folder, near[0])}"?' if near else ""
+    similar = difflib.get_close_matches(name, sorted(existing), n=1)
+    fix = f'did you mean "{os.path.join(folder, similar[0])}"?' if similar else ""
     raise ConfigError([Problem(where, key, f"{subject}does not exist", fix)])
