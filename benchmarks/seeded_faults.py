@@ -6,9 +6,8 @@
 file. The sources are copied to a temporary folder, one fault is put into the copy, and the tests run on it until the
 first failure, in a process that has already loaded the heavy libraries; without the fault, the failing test must pass.
 With `--slow`, the slow tests run if the quick ones miss a fault. With `--verdicts`, each verdict is written
-immediately, and faults with a verdict are skipped: all faults take hours, which can be split.
-`results/seeded_faults_verdicts.jsonl` is such a file; a verdict is valid while its fault is unchanged. `further.toml`
-has faults that were added after the tests had been finished.
+immediately, and faults with a verdict are skipped: all faults take hours, which can be split. A verdict is valid while
+its fault is unchanged. `further.toml` has faults that were added after the tests had been finished.
 """
 
 from __future__ import annotations
