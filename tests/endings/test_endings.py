@@ -1,4 +1,4 @@
-"""One ending of each kind, drawn by a seed; `make sweep` goes through all of them."""
+"""One ending of each kind, drawn with a seed. `make sweep` runs all of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.endings.endings import ENDINGS, Ending, Workplace, complaints, identities, leftovers
 
 SEED = int(os.environ.get("MRL_ENDINGS_SEED", "1"))
-TARGETS = ("group", "supervisor", "raylet", "gcs_server")  # a driver that is killed is tests/controller's
-DRAWN = [random.Random(SEED).choice([each for each in ENDINGS if each.target == target]) for target in TARGETS]
+TARGETS = ("group", "supervisor", "raylet", "gcs_server")  # tests/controller kills the driver
+DRAWN = [random.Random(SEED).choice([ending for ending in ENDINGS if ending.target == target]) for target in TARGETS]
 
 
 @pytest.fixture(scope="module")
