@@ -1,4 +1,4 @@
-"""mrl keeps the rules of the house, and every rule is able to fail."""
+"""mrl follows the house rules, and every rule can fail."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ BAD = [
     ("mrl/engine/a.py", "print(1)", "print outside cli/"),
     ("mrl/engine/a.py", "show = print", "print outside cli/"),
     ("mrl/engine/a.py", "assert x", "assert without a message"),
-    ("mrl/engine/utils.py", "x = 1", '"utils" says nothing'),
-    ("mrl/helpers/a.py", "x = 1", '"helpers" says nothing'),
+    ("mrl/engine/utils.py", "x = 1", '"utils" is an empty name'),
+    ("mrl/helpers/a.py", "x = 1", '"helpers" is an empty name'),
     ("mrl/engine/a.py", "x = 1  # see /home/someone/notes", "/home/someone is a path"),
     ("mrl/engine/a.py", 'socket = f"unix:/tmp/{name}"', "/tmp is a path"),
     ("mrl/engine/a.py", "x = 1  # TODO", "unfinished, without a reason"),
