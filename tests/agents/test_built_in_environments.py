@@ -119,7 +119,7 @@ def test_a_retriever_that_is_down_or_goes_down_is_a_failure_that_says_so(retriev
         assert f"{retriever.url} gave no answer in 2 attempts" in failed.detail
     options["url"] = "http://127.0.0.1:9/retrieve"
     with Talk(config(nq=EnvironmentConfig(name="search_r1", options=options, format="search_r1"))) as talk:
-        (failed,) = talk.begin("nq", 1)  # which is what `mrl check` tells
+        (failed,) = talk.begin("nq", 1)  # `mrl check` reports this
         assert failed.detail.startswith("search: http://127.0.0.1:9/retrieve gave no answer in 2 attempts")
 
 

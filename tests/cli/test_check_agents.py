@@ -17,7 +17,7 @@ class Asks(Environment):
     def step(self, turn):
         return Done(score=0.5) if turn.number else Observation(text="And?")
 
-class Tells(Asks):
+class LongPrompt(Asks):
     def reset(self, task):
         return Start(messages=[*task.messages, {"role": "user", "content": "4 " * 400}])
 
@@ -57,7 +57,7 @@ def test_one_that_fails_or_asks_for_too_long_a_prompt_is_named(check: Check) -> 
     code, said = check("shelf.name=worlds:Breaks")
     assert code == 2
     assert "fail  environment shelf: raised: OSError: the shelf is gone" in said
-    code, said = check("shelf.name=worlds:Tells")
+    code, said = check("shelf.name=worlds:LongPrompt")
     assert code == 2
     assert "at most 32" in said
 

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command within seconds, even one that resists, and reports what is saved."""
+"""Ctrl-C ends a command within seconds, even if the command resists, and reports what is saved."""
 
 from __future__ import annotations
 

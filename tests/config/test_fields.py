@@ -20,7 +20,7 @@ FEWEST_FIELDS = {"actor.megatron": 240, "actor.ddp": 27, "actor.optimizer": 50, 
 
 
 def undecided(target: Target, fields: Iterable[str]) -> list[str]:
-    """Return the fields that are neither set by mrl, nor taken, nor refused with a reason."""
+    """Return the fields that are not set by mrl, not taken, and not refused with a reason."""
     rules = target.rules
     return [name for name in fields if not (name in target.owned or name in rules.taken or rules.reason(name))]
 

@@ -155,9 +155,9 @@ def test_alias_bomb_is_refused_in_bounded_time(write: Callable[..., str]) -> Non
     [
         ("a" + ".a" * 1000 + "=1", 'command line: "a' + ".a" * 1000 + '" is not an override (write key.path=value)'),
         (
-            "model.path=~nobody-of-this-name/model",
-            "command line: model.path: $PWD/~nobody-of-this-name/model is not a directory, and "
-            '"~nobody-of-this-name/model" is not a name on the hub (organization/name[@revision])',
+            "model.path=~no-such-user/model",
+            "command line: model.path: $PWD/~no-such-user/model is not a directory, and "
+            '"~no-such-user/model" is not a name on the hub (organization/name[@revision])',
         ),
         (
             "model.path=./" + "x" * 300,

@@ -206,7 +206,7 @@ ACTIONS: dict[str, Any] = {
     "fail once": fail_once,
     "sleep": lambda sample: time.sleep(sample.extra_info["s"]) or 1.0,
     "endless": endless,
-    "sleep for ever": lambda sample: time.sleep(1e6),
+    "sleep forever": lambda sample: time.sleep(1e6),
     "catastrophic regex": lambda sample: re.match(r"(a+)+$", "a" * 40 + "b"),
     "huge power": lambda sample: 9**9**9,
     "200 kB": lambda sample: "x" * 200_000,

@@ -152,7 +152,7 @@ ENDLESS = [
     Case("at exit", "import atexit, time\natexit.register(time.sleep, 99)\n" + TOTAL),
     Case("signals ignored", "import signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nwhile True: pass\n"),
     Case("exceptions caught", "while True:\n    try:\n        while True: pass\n    except BaseException: pass\n"),
-    Case("closed and gone on", "import os, time\nfor n in range(3): os.close(n)\ntime.sleep(99)\n"),
+    Case("closed files", "import os, time\nfor n in range(3): os.close(n)\ntime.sleep(99)\n"),
     Case("loop in the call", "def total(a, b):\n    while True: pass\n", "called"),
     Case("loop in one call", "def total(a, b):\n    while a != 1: pass\n    return a + b + @N\n", "called", 0.5),
     Case("loop while loaded", "while True: pass\n", "asserted"),

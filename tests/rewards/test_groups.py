@@ -63,7 +63,7 @@ def test_samples_of_a_group_come_in_the_order_of_their_rows(bench: Bench) -> Non
         ("one is nan", "bad_result", "place: the result is nan, not a finite number"),
         ("None", "bad_result", "place: the result is of type NoneType, not a list of 3 results"),
         ("os._exit 3", "crashed", "its process exited with status 3"),
-        ("sleep for ever", "timeout", "no answer within 0.5 s"),
+        ("sleep forever", "timeout", "no answer within 0.5 s"),
     ],
 )
 def test_a_group_that_fails_fails_for_each_of_its_samples(bench: Bench, do: str, kind: str, said: str) -> None:

@@ -86,7 +86,7 @@ class Judge(BaseHTTPRequestHandler):
         self.send(302, {}, Location=self.server.elsewhere)  # type: ignore[attr-defined]
 
     def echo(self, number: int, tries: int) -> None:
-        self.say(f"you said {self.headers['Authorization']}")
+        self.say(f"you sent {self.headers['Authorization']}")
 
     def refuse(self, number: int, tries: int) -> None:
         self.send_response(401, f"not {self.headers['Authorization']}")

@@ -132,7 +132,9 @@ def test_starts_that_fail_count_in_a_row_only(bench: Bench, tmp_path: Path) -> N
     assert left.detail == "its process exited with status 3"
     (good,) = manager.score([make_sample()])
     assert isinstance(good, Score)
-    assert len((tmp_path / "tries").read_text()) == 6, "two that failed, one that left, two that failed, one that is"
+    assert len((tmp_path / "tries").read_text()) == 6, (
+        "two failed starts, a worker that left, two failed starts, a worker that runs"
+    )
 
 
 def test_three_starts_in_a_row_that_fail_end_the_run(bench: Bench, tmp_path: Path) -> None:
