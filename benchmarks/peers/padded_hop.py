@@ -1,7 +1,7 @@
-"""One hop of the padded TensorDict of the field's trainers, producer actor to consumer actor, pickled by Ray.
+"""One hop of a padded TensorDict, as other trainers use it, from a producer to a consumer actor, pickled by Ray.
 
-Answers the same requests as `transfer_queue_hop.py`; a process of its own, so that its objects, twenty times as
-large, do not disturb anybody else's store.
+Answers the same requests as `transfer_queue_hop.py`, in a separate process: its objects are twenty times as large and
+must not disturb the store of another benchmark.
 """
 
 from __future__ import annotations

@@ -20,14 +20,14 @@ FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "scores"
 
 
 class End:
-    """One end of the hop, in a process of its own."""
+    """One end of the hop, in a separate process."""
 
     def __init__(self) -> None:
         transfer_queue.init()
         self.rows = TensorDict({}, batch_size=[0])
 
     def make(self, lengths: list[int], prompt_tokens: int) -> int:
-        """The rows, as jagged columns: the form that serves this peer best."""
+        """Make the rows as jagged columns, the fastest form for this peer."""
         count, total = len(lengths), sum(lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         prompts = torch.arange(count + 1) * prompt_tokens
