@@ -92,6 +92,7 @@ def test_text_is_plain_english(tree: str) -> None:
         ("page.md", "```bash\nnor # a\nmrl  # as it is\n```\n", ['3: "as it is"']),
         ("page.md", "# What it is\n\nWhat is it? The weights go on the device.", []),
         ("a.py", '"""What it holds."""\nx = f"{x} lacks it"  # anew', ['1: "What"', '2: "lacks"', '2: "anew"']),
+        ("a.py", 'x = f"What is {x}?"\ny = f"What {x} is"', ['2: "What"']),
         ("a.yaml", "# a plan\nkey: 1  # of its own", ['2: "of its own"']),
     ],
 )

@@ -20,7 +20,7 @@ def find(query: str, num: int, unit: Literal["km", "mile"] = "km", near: float =
     """Find places.
 
     Args:
-        query: What to look for; words that matter: nouns.
+        query: Words to look for; words that matter: nouns.
         num: How many places,
             at most.
         unit: Of lengths.
