@@ -153,12 +153,12 @@ def watched(work: Callable[[], None], decide: Decide) -> None:
 @contextmanager
 def watched_command(command: Sequence[str], decide: Decide, **options: object) -> Iterator[subprocess.Popen[str]]:
     """Start a command. `decide` sees its calls and those of its descendants until the block ends."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        launcher = [sys.executable, "-m", "tests.system_calls", str(theirs.fileno()), *command]
-        process = subprocess.Popen(launcher, pass_fds=[theirs.fileno()], text=True, **options)  # type: ignore[call-overload]
-        theirs.close()
-        _, (listener,), _, _ = socket.recv_fds(ours, 1, 1)
+    receiving_end, sending_end = socket.socketpair()
+    with receiving_end, sending_end:
+        launcher = [sys.executable, "-m", "tests.system_calls", str(sending_end.fileno()), *command]
+        process = subprocess.Popen(launcher, pass_fds=[sending_end.fileno()], text=True, **options)  # type: ignore[call-overload]
+        sending_end.close()
+        _, (listener,), _, _ = socket.recv_fds(receiving_end, 1, 1)
     over = threading.Event()
     thread = threading.Thread(target=_serve, args=(listener, decide, over.is_set))
     thread.start()

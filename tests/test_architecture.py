@@ -98,8 +98,8 @@ def test_text_is_plain_english(tree: str) -> None:
 )
 def test_turns_of_phrase_are_found_with_their_lines(name: str, text: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    found = [hit.removeprefix(f"{tmp_path / name}:").rpartition(": ")[0] for hit in plain_english.hits(str(tmp_path))]
-    assert sorted(found) == sorted(words)
+    places = [hit.removeprefix(f"{tmp_path / name}:").rpartition(": ")[0] for hit in plain_english.hits(str(tmp_path))]
+    assert sorted(places) == sorted(words)
 
 
 LONG_FUNCTION = "def work():\n" + "    step()\n" * 60

@@ -85,13 +85,13 @@ def test_without_a_gpu_its_lack_means_nothing() -> None:
 
 def test_a_command_shows_no_such_warning_of_its_own_process(capsys: pytest.CaptureFixture[str]) -> None:
     """Drop a Python warning with its line of source code, and a library's log. Keep everything else."""
-    shown = warnings.formatwarning(
+    dropped = warnings.formatwarning(
         SEEN[1].partition("UserWarning: ")[2], UserWarning, "megatron/config.py", 7, "warn()"
     )
     kept = warnings.formatwarning("pinned memory needs CUDA", UserWarning, "a.py", 7, "warn()")
     with harmless_dropped():
         handler = logging.StreamHandler()
-        sys.stderr.write(shown)
+        sys.stderr.write(dropped)
         handler.emit(logging.makeLogRecord({"msg": SEEN[3]}))
         sys.stderr.write(kept)
         handler.emit(logging.makeLogRecord({"msg": "it may end: \x1b[0m"}))

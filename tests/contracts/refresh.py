@@ -46,7 +46,7 @@ def asked(extension_requires: list[str]) -> list[str]:
     return [*project["dependencies"], *project["optional-dependencies"]["cuda"], *extension_requires]
 
 
-def resolve(wanted: list[str]) -> dict[str, str]:
+def resolve(requirements: list[str]) -> dict[str, str]:
     """Return the versions that pip would install for requirements-cuda.txt plus these, on Python 3.12."""
     python = next(filter(_is_python312, _pythons()), None)
     if python is None:
@@ -62,7 +62,7 @@ def resolve(wanted: list[str]) -> dict[str, str]:
             raise IndexSilent(upgrade.stderr)
         pip += ["--dry-run", "--ignore-installed", "--report=-", f"--requirement={ROOT / 'requirements-cuda.txt'}"]
         environment = os.environ | {"PYTHONPATH": newer_pip}
-        report = subprocess.run([*pip, *wanted], capture_output=True, text=True, timeout=600, env=environment)
+        report = subprocess.run([*pip, *requirements], capture_output=True, text=True, timeout=600, env=environment)
     assert report.returncode == 0, report.stderr
     resolved = [package["metadata"] for package in json.loads(report.stdout)["install"]]
     return {plain(package["name"]): package["version"] for package in resolved}
@@ -88,11 +88,11 @@ def _is_python312(python: str) -> bool:
 def main() -> None:
     libraries = sorted({entry.library for entry in ENTRIES})
     words, requires = read_extension()
-    wanted = asked(requires)
+    requirements = asked(requires)
     versions = {library: package_of(library)[1] for library in libraries}
     facts = {library: look_up(library) for library in libraries}
     fields = {section: read_fields(section) for section in TARGETS}
-    Stored(versions, facts, fields, words, requires, wanted, resolve(wanted)).write()
+    Stored(versions, facts, fields, words, requires, requirements, resolve(requirements)).write()
 
 
 if __name__ == "__main__":

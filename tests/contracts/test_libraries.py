@@ -60,9 +60,9 @@ def test_the_installer_speaks_to_the_extension_in_its_own_words() -> None:
 def test_the_requirements_are_all_that_pip_would_install() -> None:
     """The requirements of `pyproject.toml` and of Transformer Engine's extension are included."""
     stored = Stored.read()
-    wanted = asked(stored.extension_requires)
-    assert wanted == stored.asked, f"the stored copy was asked for something else: {REFRESH}"
-    resolved = fresh_or_stored(lambda: resolve(wanted), stored.resolved)
+    requirements = asked(stored.extension_requires)
+    assert requirements == stored.asked, f"the stored copy was asked for something else: {REFRESH}"
+    resolved = fresh_or_stored(lambda: resolve(requirements), stored.resolved)
     assert resolved == {plain(name): PINS[name] for name in PINS}
 
 

@@ -53,7 +53,7 @@ RIGHT_AND_WRONG: list[tuple[Kind, str, str, str, str]] = [
 
 @pytest.mark.parametrize(("kind", "name", "relied", "wrong_name", "wrong"), RIGHT_AND_WRONG)
 def test_a_wrong_entry_of_each_kind_is_caught(kind: Kind, name: str, relied: str, wrong_name: str, wrong: str) -> None:
-    right, other = (Entry("a.py:f", kind, "library.py", *each) for each in ((name, relied), (wrong_name, wrong)))
+    right, other = (Entry("a.py:f", kind, "library.py", *pair) for pair in ((name, relied), (wrong_name, wrong)))
     assert right.complaint(right.look_up(LIBRARY)) == ""
     assert other.complaint(other.look_up(LIBRARY)).startswith("library.py")
 

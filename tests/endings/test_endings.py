@@ -22,7 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ending", [*DRAWN[:1], *(pytest.param(each, marks=pytest.mark.on_demand) for each in DRAWN[1:])], ids=str
+    "ending", [*DRAWN[:1], *(pytest.param(ending, marks=pytest.mark.on_demand) for ending in DRAWN[1:])], ids=str
 )
 def test_a_run_that_is_ended_leaves_nothing_and_goes_on(place: Workplace, ending: Ending) -> None:
     assert complaints(place, ending) == []

@@ -144,7 +144,11 @@ def _by_row(column: Mapping[Any, list[float]]) -> dict[int, list[float]]:
 
 
 def _written(values: list[float], mask: list[bool] | None) -> list[float]:
-    return values if mask is None else [value if there else 0.0 for value, there in zip(values, mask, strict=True)]
+    return (
+        values
+        if mask is None
+        else [value if is_written else 0.0 for value, is_written in zip(values, mask, strict=True)]
+    )
 
 
 def _of_weights(directory: str, model: torch.nn.Module) -> float:

@@ -167,7 +167,7 @@ class Reference:
         """Return the rows to learn from. For DAPO, take prompts whose scores differ until there are enough."""
         rows: list[Row] = []
         per_round, num_uniform = [], 0
-        wanted = self.config["batch"]["prompts_per_step"]
+        num_prompts = self.config["batch"]["prompts_per_step"]
         for sample_round in rounds:
             sampled, figures = list(sample_round["sampled"]), dict(sample_round["figures"])
             if self.reward_model is not None:
@@ -185,7 +185,7 @@ class Reference:
                     scores.setdefault(row.uid, []).append(row.score)
                 uneven = [uid for uid, of_uid in scores.items() if len(set(of_uid)) > 1]
                 num_uniform += sum(len(of_uid) > 1 and len(set(of_uid)) == 1 for of_uid in scores.values())
-                taken = set(uneven[: wanted - len({row.uid for row in rows})])
+                taken = set(uneven[: num_prompts - len({row.uid for row in rows})])
                 sampled = [row for row in sampled if row.uid in taken]
             rows += sampled
             per_round.append(figures)
@@ -266,8 +266,8 @@ class Reference:
         is_used = {"pg_loss": True, "kl_loss": kl["where"] in ("loss", "both"), "entropy": bool(loss["entropy_coef"])}
         if taught is not None and taught["form"] != "advantage":
             whole, is_used["distill_loss"] = whole + taught["coef"] * terms["distill_loss"], True
-        shown = {name: float(terms[name].detach()) for name in terms if is_used.get(name)}
-        return whole, means(sums, rows) | shown | {"tokens": float(sum(row.num_written for row in rows))}
+        term_metrics = {name: float(terms[name].detach()) for name in terms if is_used.get(name)}
+        return whole, means(sums, rows) | term_metrics | {"tokens": float(sum(row.num_written for row in rows))}
 
     def divergence(self, row: Row, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the policy's divergence from the teacher at each token, in the form of distillation, and metrics."""
