@@ -124,7 +124,7 @@ def test_a_retriever_that_is_down_or_goes_down_is_a_failure_that_says_so(retriev
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         (EnvironmentConfig(tools={"s": ToolConfig(name="search")}), "tool s: the tool needs the option url"),
         (EnvironmentConfig(tools={"c": ToolConfig(name="calcolator")}), 'did you mean "calculator"'),
@@ -133,7 +133,9 @@ def test_a_retriever_that_is_down_or_goes_down_is_a_failure_that_says_so(retriev
         (EnvironmentConfig(name="search_r1", options={"url": "localhost"}), "'localhost' is not an address"),
     ],
 )
-def test_a_wrong_environment_is_known_before_there_is_a_conversation(environment: EnvironmentConfig, said: str) -> None:
+def test_a_wrong_environment_is_known_before_there_is_a_conversation(
+    environment: EnvironmentConfig, message: str
+) -> None:
     with pytest.raises(RewardError) as caught:
         environment_pool(config(wrong=environment))
-    assert said in str(caught.value)
+    assert message in str(caught.value)

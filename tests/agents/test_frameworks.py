@@ -34,8 +34,8 @@ def spoken(tmp_path: Path) -> Iterator[Spoken]:
         return made[-1], dialog
 
     yield speak
-    for each in made:
-        each.stack.close()
+    for new_stage in made:
+        new_stage.stack.close()
 
 
 def twice(context: str) -> str:

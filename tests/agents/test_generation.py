@@ -88,8 +88,8 @@ def made(tmp_path: Path) -> Iterator[Any]:
         return trainers[-1]
 
     yield make
-    for each in trainers:
-        each.stage.stack.close()
+    for trainer in trainers:
+        trainer.stage.stack.close()
 
 
 def test_the_columns_say_who_wrote_what(made: Any) -> None:

@@ -31,8 +31,8 @@ def stage(tmp_path: Path) -> Iterator[Made]:
         return made[-1]
 
     yield make
-    for each in made:
-        each.stack.close()
+    for new_stage in made:
+        new_stage.stack.close()
 
 
 def two_hops(context: str) -> str:

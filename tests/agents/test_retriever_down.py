@@ -61,7 +61,7 @@ def train(directory: Path, down_s: float, *overrides: str) -> Path:
 
 
 def events_of(run: Path, kind: type[Kind]) -> list[Kind]:
-    return [each.event for each in read_events(run / "events.jsonl") if isinstance(each.event, kind)]
+    return [record.event for record in read_events(run / "events.jsonl") if isinstance(record.event, kind)]
 
 
 @pytest.mark.slow

@@ -118,10 +118,10 @@ def test_with_remax_all_segments_are_measured_by_the_greedy_conversation(tmp_pat
 @pytest.mark.slow
 @pytest.mark.on_demand
 def test_a_run_trains_an_agent_of_a_framework(tmp_path: Path) -> None:
-    found = importlib.util.find_spec("agents")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("agents")
+    if spec is None or spec.origin is None:
         pytest.skip("openai-agents is in none of mrl's requirements: make test-extras")
-    path = os.pathsep.join([str(ROOT), str(Path(found.origin).parents[1])])
+    path = os.pathsep.join([str(ROOT), str(Path(spec.origin).parents[1])])
     options = f'{{command: ["{sys.executable}", -m, tests.agents.framework_agent, talks]}}'
     overrides = (
         "batch={prompts_per_step: 2, samples_per_prompt: 2, samples_per_update: 4}",

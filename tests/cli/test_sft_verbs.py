@@ -155,14 +155,14 @@ def test_the_rows_and_the_model_are_checked(tmp_path: Path) -> None:
     config = load_config_of("sft", SFT, overrides).config
     (model,) = check_models(config)
     assert (model.verdict, model.about) == ("ok", "model of the actor")
-    found = list(check_data(config, all_rows=True))
-    assert [(finding.verdict, finding.about) for finding in found] == [
+    findings = list(check_data(config, all_rows=True))
+    assert [(finding.verdict, finding.about) for finding in findings] == [
         ("ok", "tokenizer"),
         ("ok", "data.train.talks"),
         ("warn", "data.train.talks"),
         ("ok", "data.train"),
     ]
-    assert "must end with a message of role assistant, not user" in found[2].what
+    assert "must end with a message of role assistant, not user" in findings[2].what
     short = load_config_of("sft", SFT, [*overrides, "batch.max_response_tokens=4"]).config
     (failed, *_) = [finding for finding in check_data(short, all_rows=False) if "max_response_tokens" in finding.what]
     assert failed.verdict == "fail"

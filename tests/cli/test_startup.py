@@ -61,9 +61,9 @@ def test_help_answers_within_half_a_second(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "said"), [(INSTALLED, "loaded: ['numpy']"), (NOT_INSTALLED, "ModuleNotFoundError")]
+    ("program", "message"), [(INSTALLED, "loaded: ['numpy']"), (NOT_INSTALLED, "ModuleNotFoundError")]
 )
-def test_a_heavy_import_would_be_noticed(program: str, said: str) -> None:
+def test_a_heavy_import_would_be_noticed(program: str, message: str) -> None:
     finished = mrl(program.replace("import main\n", "import main\nimport numpy\n"), "--version")
     assert finished.returncode != 0
-    assert said in finished.stderr
+    assert message in finished.stderr

@@ -117,9 +117,9 @@ def test_a_run_whose_directory_is_gone_ends_soon_and_says_so(how: str, tmp_path:
         shutil.rmtree(directory) if how == "removed" else directory.rename(tmp_path / "other")
         assert holder.wait(10) == 1
         assert holder.stderr is not None
-        said = holder.stderr.read()
-        assert said.startswith(f"{directory}: the run's directory was removed or renamed, so nothing can be")
-        assert said.count("\n") == 1
+        stderr = holder.stderr.read()
+        assert stderr.startswith(f"{directory}: the run's directory was removed or renamed, so nothing can be")
+        assert stderr.count("\n") == 1
 
 
 def test_a_directory_that_is_back_at_once_ends_nothing(tmp_path: Path) -> None:

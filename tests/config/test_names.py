@@ -118,9 +118,9 @@ def said_of(path: str, override: str) -> str:
 @pytest.mark.parametrize("override", UNKNOWN)
 @pytest.mark.usefixtures("own_parts")
 def test_a_name_that_nothing_goes_by(override: str, valid: str, write: Write) -> None:
-    said = said_of(write(valid), override)
-    assert UNKNOWN[override] in said
-    assert bool(said) == bool(UNKNOWN[override])
+    message = said_of(write(valid), override)
+    assert UNKNOWN[override] in message
+    assert bool(message) == bool(UNKNOWN[override])
 
 
 @pytest.mark.parametrize("name", ["grpo", "k1", "Engine", "loss", "score"])
@@ -138,9 +138,9 @@ def test_a_module_that_is_not_here_is_warned_of(valid: str, write: Write) -> Non
 @pytest.mark.needs
 @pytest.mark.parametrize("override", WRONG_TYPES)
 def test_a_value_of_a_wrong_type(override: str, valid: str, write: Write) -> None:
-    said = said_of(write(valid), override)
-    assert WRONG_TYPES[override] in said
-    assert bool(said) == bool(WRONG_TYPES[override])
+    message = said_of(write(valid), override)
+    assert WRONG_TYPES[override] in message
+    assert bool(message) == bool(WRONG_TYPES[override])
 
 
 def test_what_the_plan_reads_is_checked_without_the_libraries(valid: str, write: Write) -> None:
@@ -152,10 +152,10 @@ def test_what_the_plan_reads_is_checked_without_the_libraries(valid: str, write:
     )
     wrong = ["rollout.vllm.dtype=3", "actor.ddp.bucket_size=many", "rollout.vllm.max_num_seqs=few"]
     began = time.perf_counter()
-    said = run_python("-c", code, *wrong, cwd=Path.cwd(), exit_code=1)
-    assert "must be bfloat16, float16 or float32, not 3" in said
-    assert 'actor.ddp.bucket_size: must be int or null, not "many"' in said
-    assert 'rollout.vllm.max_num_seqs: must be int or null, not "few"' in said
+    output = run_python("-c", code, *wrong, cwd=Path.cwd(), exit_code=1)
+    assert "must be bfloat16, float16 or float32, not 3" in output
+    assert 'actor.ddp.bucket_size: must be int or null, not "many"' in output
+    assert 'rollout.vllm.max_num_seqs: must be int or null, not "few"' in output
     assert time.perf_counter() - began < 20
 
 

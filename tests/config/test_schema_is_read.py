@@ -111,8 +111,8 @@ class Scope:
                 for inner_target, inner_value in zip(targets, values, strict=True):
                     self.bind(inner_target, inner_value)
             case ast.Name(id=name), _:
-                if found := self.infer(value):
-                    self.names[name] = found
+                if type_ := self.infer(value):
+                    self.names[name] = type_
 
     def bind_loop(self, target: ast.expr, iterated: ast.expr) -> None:
         """Note the type of the values that a loop goes through."""
@@ -123,9 +123,9 @@ class Scope:
                 pass
             case _:
                 return
-        found = self.infer(value)
-        if found is not None and found.of_dict:
-            self.names[name] = Type(found.name)
+        type_ = self.infer(value)
+        if type_ is not None and type_.of_dict:
+            self.names[name] = Type(type_.name)
 
 
 def declare(trees: list[ast.Module]) -> Known:
@@ -146,16 +146,16 @@ def declare(trees: list[ast.Module]) -> Known:
                     known.type_variables[name] = first
     for tree in trees:
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and (found := known.type_of(node.returns)):
-                known.returns[node.name] = found
+            if isinstance(node, ast.FunctionDef) and (type_ := known.type_of(node.returns)):
+                known.returns[node.name] = type_
     for definition in classes:
         attributes = known.attributes[definition.name]
         for node in definition.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                if found := known.type_of(node.annotation):
-                    attributes[node.target.id] = found
-            elif isinstance(node, ast.FunctionDef) and (found := known.type_of(node.returns)):
-                known.returns[f"{definition.name}.{node.name}"] = found
+                if type_ := known.type_of(node.annotation):
+                    attributes[node.target.id] = type_
+            elif isinstance(node, ast.FunctionDef) and (type_ := known.type_of(node.returns)):
+                known.returns[f"{definition.name}.{node.name}"] = type_
     for definition in classes:
         for node in definition.body:
             if isinstance(node, ast.FunctionDef):
@@ -165,7 +165,7 @@ def declare(trees: list[ast.Module]) -> Known:
 
 def self_attributes(function: ast.FunctionDef, scope: Scope) -> dict[str, Type]:
     """The types of `self.name = ...` in a method."""
-    found = {}
+    attributes = {}
     for node in inside(function):
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
@@ -178,8 +178,8 @@ def self_attributes(function: ast.FunctionDef, scope: Scope) -> dict[str, Type]:
             match target:
                 case ast.Attribute(value=ast.Name(id="self"), attr=name):
                     if kind := scope.infer(value):
-                        found[name] = kind
-    return found
+                        attributes[name] = kind
+    return attributes
 
 
 def scope_of(
@@ -189,16 +189,16 @@ def scope_of(
     scope = Scope(known, dict(outer.names) if outer else {}, reads)
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     for argument in arguments:
-        if found := known.type_of(argument.annotation):
-            scope.names[argument.arg] = found
+        if type_ := known.type_of(argument.annotation):
+            scope.names[argument.arg] = type_
     if owner is not None and arguments:
         scope.names.setdefault(arguments[0].arg, Type(owner.name))
     for _ in range(2):  # a name may be used above the line that gives it its type (loops, nested functions)
         for node in inside(function):
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
-                    if found := known.type_of(annotation):
-                        scope.names[name] = found
+                    if type_ := known.type_of(annotation):
+                        scope.names[name] = type_
                 case ast.Assign(targets=[target], value=value) | ast.NamedExpr(target=target, value=value):
                     scope.bind(target, value)
                 case ast.For(target=target, iter=iterated) | ast.comprehension(target=target, iter=iterated):

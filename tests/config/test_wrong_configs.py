@@ -57,7 +57,7 @@ def test_message(case: dict[str, Any], valid: str, write: Callable[..., str], mo
         assert text.count(old) == 1, f"{old!r} must occur once in the valid configuration"
         text = text.replace(old, new)
     rewards = ", ".join(reward_functions())  # a new one need not be written into these texts
-    expected = [each.replace("$PWD", str(Path.cwd())).replace("$REWARDS", rewards) for each in case["problems"]]
+    expected = [problem.replace("$PWD", str(Path.cwd())).replace("$REWARDS", rewards) for problem in case["problems"]]
     assert problems_of(write(text), case.get("overrides")) == expected
 
 

@@ -41,11 +41,11 @@ def batch_of(dataset: RLHFDataset, rows: Iterable[int]) -> DataProto:
     from mrl.data.rlhf_dataset import SkippedRow, to_batch
 
     draws = dataset.draws(0, len(dataset))
-    found = dataset.read([draws[row] for row in rows])
-    for each in found:
-        if isinstance(each, SkippedRow):
-            raise each.error or ValueError(f"a prompt of {each.num_tokens} tokens is dropped")
-    return to_batch([each for each in found if not isinstance(each, SkippedRow)])
+    results = dataset.read([draws[row] for row in rows])
+    for result in results:
+        if isinstance(result, SkippedRow):
+            raise result.error or ValueError(f"a prompt of {result.num_tokens} tokens is dropped")
+    return to_batch([result for result in results if not isinstance(result, SkippedRow)])
 
 
 @pytest.fixture(scope="session")

@@ -73,8 +73,8 @@ def test_the_masks_are_those_that_the_template_marks(name: str, system: bool, tm
         pytest.skip("its template leaves out the system's message if an answer is last")
     talk: Any = [{"role": "system", "content": "Be brief."}] * system + talk_of(*TALK, "4?", THOUGHT + "It is 4.")
     marked: Any = save_tokenizer(name, tmp_path / "marked", marked=True)
-    found = marked.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = found["input_ids"], [bool(each) for each in found["assistant_masks"]]
+    encoded = marked.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
     assert 0 < sum(mask) < len(mask)
     for tokenizer in (marked, save_tokenizer(name, tmp_path / "plain")):
         prompt, answer = learned(tokenizer, talk, 1 + system)

@@ -47,14 +47,14 @@ def test_spoilt_lines(here: Path, dataset_of: OpenDataset) -> None:
     for chance in rounds("jsonl"):
         Path("rows.jsonl").write_bytes(b"\n".join(spoilt(good, chance) for _ in range(NUM_LINES)) + b"\n")
         dataset = dataset_of(train="rows.jsonl", overlong="drop")
-        for found in dataset.read(dataset.draws(0, NUM_LINES)):
-            if isinstance(found, Prompt):
+        for result in dataset.read(dataset.draws(0, NUM_LINES)):
+            if isinstance(result, Prompt):
                 kinds["prompt"] += 1
-                assert found.text.startswith("<|user|>")
-            elif found.error is not None:
+                assert result.text.startswith("<|user|>")
+            elif result.error is not None:
                 kinds["bad"] += 1
-                assert isinstance(found.error, BadRow)
-                assert found.error.where == f"rows.jsonl:{found.draw.row + 1}"
+                assert isinstance(result.error, BadRow)
+                assert result.error.where == f"rows.jsonl:{result.draw.row + 1}"
     assert min(kinds.values()) > sum(kinds.values()) / 10
 
 
@@ -67,7 +67,7 @@ def test_damaged_tables(here: Path, dataset_of: OpenDataset) -> None:
         Path("rows.parquet").write_bytes(damaged(whole, chance))
         try:
             dataset = dataset_of(train="rows.parquet")
-            assert all(isinstance(found.error, DataError) for found in dataset.check())
+            assert all(isinstance(result.error, DataError) for result in dataset.check())
         except DataError:
             num_refused += 1
     assert num_refused
@@ -82,7 +82,7 @@ def test_tables_of_any_type(here: Path, dataset_of: OpenDataset) -> None:
             continue  # no table holds that
         try:
             dataset = dataset_of(train="rows.parquet", overlong="drop")
-            assert all(found.error is None or isinstance(found.error, DataError) for found in dataset.check())
+            assert all(result.error is None or isinstance(result.error, DataError) for result in dataset.check())
         except DataError:
             pass
 

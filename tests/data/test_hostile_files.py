@@ -96,9 +96,9 @@ def in_model(name: str, read: Callable[[], object]) -> Callable[[Path], object]:
 
 
 def shape() -> object:
-    found = read_model_shape("model.path", "model")
-    assert isinstance(found, Problem)
-    raise MrlError(found.what)
+    model_shape = read_model_shape("model.path", "model")
+    assert isinstance(model_shape, Problem)
+    raise MrlError(model_shape.what)
 
 
 def weights() -> object:
@@ -175,9 +175,9 @@ def test_a_parquet_file_that_is_cut_while_it_is_read(here: Path) -> None:
         "    print(error)\n"
     )
     # A signal would end the process.
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("rows.parquet: rows 2500 to 2999 cannot be read: ")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("rows.parquet: rows 2500 to 2999 cannot be read: ")
 
 
 def test_a_jsonl_file_that_is_cut_while_it_is_read(here: Path) -> None:
@@ -200,12 +200,12 @@ def test_every_damaged_page_is_an_error_or_other_rows(here: Path, dataset_of: Op
         Path("rows.parquet").write_bytes(damaged)
         try:
             dataset = dataset_of(train="rows.parquet")
-            for found in dataset.check():
-                assert isinstance(found.error, DataError)
+            for result in dataset.check():
+                assert isinstance(result.error, DataError)
         except DataError as error:
             refused.append(str(error))
     assert len(refused) > 10
-    assert all("rows.parquet" in each for each in refused)
+    assert all("rows.parquet" in refusal for refusal in refused)
 
 
 @pytest.mark.usefixtures("within_limit")

@@ -116,8 +116,10 @@ def test_a_group_above_the_budget_is_named_with_the_budget_that_would_do() -> No
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=9))
 def test_hardly_more_micro_batches_than_there_must_be(lengths: list[int]) -> None:
     """Within the proven bound of best-fit decreasing, 11/9 of the optimum + 2/3; the optimum by trying everything."""
-    found = len(plan_step(lengths, 1, 10, PackingRules(COST))[0])
-    assert fewest(tuple(sorted(lengths)), 10) <= found <= 11 / 9 * fewest(tuple(sorted(lengths)), 10) + 2 / 3
+    num_micro_batches = len(plan_step(lengths, 1, 10, PackingRules(COST))[0])
+    assert (
+        fewest(tuple(sorted(lengths)), 10) <= num_micro_batches <= 11 / 9 * fewest(tuple(sorted(lengths)), 10) + 2 / 3
+    )
 
 
 def fewest(lengths: tuple[int, ...], capacity: int) -> int:

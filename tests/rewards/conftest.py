@@ -72,21 +72,21 @@ class Bench:
 
 def marked(marker: str) -> set[int]:
     """Every process with the marker in its environment."""
-    found = set()
+    processes = set()
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes():
-                found.add(int(entry.name))
+                processes.add(int(entry.name))
         except OSError:
             continue
-    return found
+    return processes
 
 
 def settle(marker: str, number: int, within_s: float) -> set[int]:
     deadline = time.monotonic() + within_s
-    while len(found := marked(marker)) != number and time.monotonic() < deadline:
+    while len(processes := marked(marker)) != number and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found
+    return processes
 
 
 @pytest.fixture

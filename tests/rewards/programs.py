@@ -338,10 +338,10 @@ class Outside:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def _state(self) -> dict[str, Any]:
-        found = self.canary.stat()
+        state = self.canary.stat()
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         return {
-            "the canary": (self.canary.read_text(), stat.filemode(found.st_mode), found.st_uid, found.st_mtime_ns),
+            "the canary": (self.canary.read_text(), stat.filemode(state.st_mode), state.st_uid, state.st_mtime_ns),
             "its directory": sorted(path.name for path in self.directory.iterdir()),
             "temporary files": sorted(path.name for path in self.temporary.iterdir()),
             "children": sorted(children),

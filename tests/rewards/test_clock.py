@@ -39,9 +39,9 @@ def no_core_free() -> Iterator[None]:
     try:
         yield
     finally:
-        for each in busy:
-            each.kill()
-            each.wait()
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def late_after(clock: WorkerClock, limit_s: float, within_s: float) -> float:

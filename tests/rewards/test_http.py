@@ -131,7 +131,7 @@ def test_what_may_pass_is_tried_again(bench: Bench, service: ThreadingHTTPServer
 
 
 @pytest.mark.parametrize(
-    ("do", "attempts", "said"),
+    ("do", "attempts", "message"),
     [
         ("slow", 2, "gave no answer in 2 attempts; the last: TimeoutError: timed out"),
         ("error", 2, "gave no answer in 2 attempts; the last: status 500"),
@@ -147,25 +147,27 @@ def test_what_may_pass_is_tried_again(bench: Bench, service: ThreadingHTTPServer
         ("huge", 1, "answered with more than 65536 bytes"),
     ],
 )
-def test_no_score_is_a_failure(bench: Bench, service: ThreadingHTTPServer, do: str, attempts: int, said: str) -> None:
+def test_no_score_is_a_failure(
+    bench: Bench, service: ThreadingHTTPServer, do: str, attempts: int, message: str
+) -> None:
     functions = judge(service, attempts=2)
     (outcome,) = bench.manager(functions=functions, limit_s=3).score([make_sample(do)])
     assert isinstance(outcome, Failure)
-    assert (outcome.kind, outcome.detail) == ("raised", f"judge: http://127.0.0.1:{service.server_port}/ {said}")
+    assert (outcome.kind, outcome.detail) == ("raised", f"judge: http://127.0.0.1:{service.server_port}/ {message}")
     assert len(service.seen) == attempts  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("do", "said"),
+    ("do", "message"),
     [
         ("text", "judge: the result is of type str of length 4, not a number"),
         ("not_a_number", "judge: the result is nan, not a finite number"),
     ],
 )
-def test_what_the_service_says_is_checked(bench: Bench, service: ThreadingHTTPServer, do: str, said: str) -> None:
+def test_what_the_service_says_is_checked(bench: Bench, service: ThreadingHTTPServer, do: str, message: str) -> None:
     (outcome,) = bench.manager(functions=judge(service)).score([make_sample(do)])
     assert isinstance(outcome, Failure)
-    assert (outcome.kind, outcome.detail) == ("bad_result", said)
+    assert (outcome.kind, outcome.detail) == ("bad_result", message)
 
 
 def test_a_service_that_drips_meets_the_limit(bench: Bench, service: ThreadingHTTPServer) -> None:

@@ -189,7 +189,7 @@ def test_verdicts(server: Any, answer: str, verdict: dict[str, Any], expected: f
 
 
 @pytest.mark.parametrize(
-    ("answer", "verdict", "said"),
+    ("answer", "verdict", "message"),
     [
         ("say good", {}, "the judge's answer has no verdict; it ends with 'good'"),
         ("say Score: 11", {}, "the verdict 11 is not between 0 and 10"),
@@ -200,10 +200,10 @@ def test_verdicts(server: Any, answer: str, verdict: dict[str, Any], expected: f
         ("do silent", {}, "the judge wrote no text: its message contains None"),
     ],
 )
-def test_what_is_no_verdict_is_a_failure(server: Any, answer: str, verdict: dict[str, Any], said: str) -> None:
+def test_what_is_no_verdict_is_a_failure(server: Any, answer: str, verdict: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError) as caught:
         judged(server, answer, **verdict)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 def test_a_question_is_asked_once_unless_there_was_no_verdict(server: Any) -> None:

@@ -32,12 +32,12 @@ from tests.rewards.conftest import make_sample
 @pytest.mark.parametrize("step", [1, 2, 5, 12, 13, 1000])
 def test_frames_are_cut_wherever_the_bytes_come_in_pieces(step: int) -> None:
     frames = [(3, b"abc"), (CONTROL, b""), (1 << 40, b"x" * 20)]
-    stream = b"".join(frame(*each) for each in frames)
+    stream = b"".join(frame(*content) for content in frames)
     reader = FrameReader(max_bytes=20)
-    found = []
+    frames_read = []
     for begin in range(0, len(stream), step):
-        found += list(reader.feed(stream[begin : begin + step]))
-    assert found == frames
+        frames_read += list(reader.feed(stream[begin : begin + step]))
+    assert frames_read == frames
 
 
 def test_a_frame_may_be_as_long_as_allowed_and_no_longer() -> None:
@@ -191,8 +191,8 @@ def test_figures_stand_for_their_own_source() -> None:
         Failure("memory", "", 0.4),
         Failure("timeout", "", 0.6),
     ]
-    found = reward_metrics(samples, outcomes)
-    assert found == {
+    metrics = reward_metrics(samples, outcomes)
+    assert metrics == {
         "reward/num_samples": 5,
         "reward/failed_share": 0.4,
         "reward/score/mean": 1.0,

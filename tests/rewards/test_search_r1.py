@@ -52,8 +52,8 @@ def sample(*turns: str, truth: Any = None) -> Sample:
     ],
 )
 def test_scores_by_answer_and_form(turns: tuple[str, ...], value: float, valid: float) -> None:
-    found = search_r1(sample(*turns))
-    assert (found["score"], found["valid"]) == (pytest.approx(value), valid)
+    result = search_r1(sample(*turns))
+    assert (result["score"], result["valid"]) == (pytest.approx(value), valid)
 
 
 def test_weights_and_what_was_found() -> None:
@@ -67,8 +67,8 @@ def test_weights_and_what_was_found() -> None:
 
 def test_to_write_an_accepted_answer_is_not_to_find_it() -> None:
     pasted = "<think>Beijing or Peking?</think><search>Beijing Peking</search>"
-    found = search_r1(sample(pasted, "\n\n<information></information>\n\n", WRONG), retrieval=0.5)
-    assert (found["score"], found["retrieved"]) == (0.2, 0)
+    result = search_r1(sample(pasted, "\n\n<information></information>\n\n", WRONG), retrieval=0.5)
+    assert (result["score"], result["retrieved"]) == (0.2, 0)
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def test_the_clock_starts_anew_between_an_answer_and_the_word_that_follows_it(be
     """
     smile = "\N{GRINNING FACE}"  # twelve bytes of JSON
     numbers = {"f0": 1.0, "f0/pid": 12345.0, "f0/begin": 1234.567890123, "f0/end": 1235.767890123}
-    told = len(to_json({"scores": [{"value": 1.0, "parts": numbers}], "seconds": 1.201234567890123}))
+    num_bytes = len(to_json({"scores": [{"value": 1.0, "parts": numbers}], "seconds": 1.201234567890123}))
     one = len(to_json({f"f0/00{smile * 90}": 1.0})) - 1  # with its comma and without braces
-    num_names, left = divmod((1 << 16) - 20 - told, one)
+    num_names, left = divmod((1 << 16) - 20 - num_bytes, one)
     assert 100 < left < 1000, "one more name fills the rest"
     smiles, letters = divmod(left - len(',"f0/":1.0'), 12)
     names = [f"{number:02}{smile * 90}" for number in range(num_names)] + [smile * smiles + "y" * letters]
@@ -189,12 +189,12 @@ def test_the_environment_is_a_short_list_and_what_is_given(monkeypatch: pytest.M
         monkeypatch.setenv(name, f"the {name}")
     monkeypatch.setenv("MRL_OTHER_TOKEN", "canary")
     monkeypatch.setenv("PYTHONPATH", "not passed on unchanged")
-    found = worker_environment({"GIVEN": "yes", "OMP_NUM_THREADS": "3", "TZ": "UTC"})
-    modules = found.pop("PYTHONPATH").split(os.pathsep)
+    variables = worker_environment({"GIVEN": "yes", "OMP_NUM_THREADS": "3", "TZ": "UTC"})
+    modules = variables.pop("PYTHONPATH").split(os.pathsep)
     assert str(Path(__file__).parents[2]) in modules
     assert all(os.path.isabs(path) for path in modules)
     given = {"GIVEN": "yes", "OMP_NUM_THREADS": "3", "TZ": "UTC", "MALLOC_ARENA_MAX": "2"}
-    assert found == {name: f"the {name}" for name in inherited} | given
+    assert variables == {name: f"the {name}" for name in inherited} | given
     monkeypatch.delenv("TMPDIR")
     assert "TMPDIR" not in worker_environment({})
     assert worker_environment({})["OMP_NUM_THREADS"] == "1"
