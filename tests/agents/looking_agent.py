@@ -52,7 +52,7 @@ def leave_daemon() -> None:
 
 
 def main() -> None:
-    """Look up until the model says something."""
+    """Look up until the model answers in text."""
     if HOW == "fails":
         sys.exit("there is no shelf")
     client = openai.OpenAI(max_retries=0)

@@ -29,7 +29,7 @@ class Searching(SearchR1Tags):
 
 
 class Hesitating(Searching):
-    """From then on every other turn answers: not every conversation needs a retriever."""
+    """Answer in every other turn after the kill, so that not every conversation needs a retriever."""
 
     def parse(self, text: str) -> list[ToolCall]:
         calls = super().parse(text)

@@ -1,4 +1,4 @@
-"""The built-in environments in their real processes: what comes back through the pipe, and how they fail."""
+"""The built-in environments in real processes: their answers through the pipe, and their failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(**environments: EnvironmentConfig) -> AgentConfig:
 
 
 class Talk:
-    """Conversations with the environments of one configuration, by number."""
+    """Conversations by number with the environments of one configuration."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._client: EnvironmentClient[int] = EnvironmentClient(environment_pool(config), lambda event: None)
@@ -54,7 +54,7 @@ class Talk:
         return self._answers(num)
 
     def step(self, calls: Sequence[ToolCall]) -> list[Any]:
-        """Have all of them make these calls."""
+        """Make these calls in all conversations."""
         turn = Turn(number=0, text="", calls=calls, ended="stop", left_turns=2, left_tokens=99)
         for one, ticket in self._tickets.items():
             self._client.step(ticket, one, turn)

@@ -1,4 +1,4 @@
-"""Arithmetic is exact, always ends soon, and names the part that it cannot read."""
+"""Arithmetic is exact, always ends quickly, and names the part that it cannot parse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server of programs: who may ask, and what is refused."""
+"""The chat server for programs: access, and refused requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.agents.chat_server import MAX_REQUEST_BYTES, ChatServer, Session
 
 
 async def post(address: str, path: str, body: bytes, key: str = "", head: str = "") -> tuple[int, dict[str, Any]]:
-    """The status and the body of an answer."""
+    """Return status and body of an answer."""
     host, _, rest = address.removeprefix("http://").partition("/")
     reader, writer = await asyncio.open_connection(*host.split(":"))
     head = head or f"POST /{rest}{path} HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}"

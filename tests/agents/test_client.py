@@ -1,4 +1,4 @@
-"""Questions to environments and their answers: each question gets one answer, even if a process dies."""
+"""Questions to environments: each question gets one answer, even if a process dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FACTS = {"a": "b"}
 
 
 class Asked:
-    """Environments that share one process, each asked under a name."""
+    """Environments that share one process, each with a name."""
 
     def __init__(self, directory: Path) -> None:
         world = EnvironmentConfig(name="tests.agents.worlds:Troubled", options={"directory": str(directory)})

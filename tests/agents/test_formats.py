@@ -1,4 +1,4 @@
-"""Golden texts of each format, whole, cut and damaged: what is called, what is a problem, and how results go back."""
+"""Golden texts of each format, whole, cut and damaged: the parsed calls, the problems, and the text of results."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
 
 
 def after(tokenizer: ChatTokenizer, text: str, *, finish: Any = "stop") -> Conversation:
-    """A conversation whose last turn is that text."""
+    """Return a conversation whose last turn is this text."""
     prompt, turn = (np.array(ids, np.int32) for ids in tokenizer(["Who?", text], add_special_tokens=False)["input_ids"])
     talk = Conversation("0", "a", prompt, max_tokens=100_000, seed=0)
     talk.write(turn, np.full(len(turn), -1.0, np.float32), finish)

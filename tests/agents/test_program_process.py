@@ -1,5 +1,4 @@
-"""Programs and the processes that they leave behind, next to each other in one process that adopts orphans, as in
-workers."""
+"""Programs and their leftover processes, side by side in one process that adopts orphans, like in workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of a model: what they print, how they end, and what they cannot reach."""
+"""Programs of a model: their output, their exit, and the resources that they cannot reach."""
 
 from __future__ import annotations
 

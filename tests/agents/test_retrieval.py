@@ -1,4 +1,4 @@
-"""Searches over real connections: the retriever's protocol, its client's patience, and Search-R1 between them."""
+"""Searches over real connections: the retriever's protocol, its client's retries, and Search-R1 on top."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def retriever() -> Iterator[Retriever]:
 
 
 class Moody(BaseHTTPRequestHandler):
-    """Answers by `script`, one entry per request; afterwards correctly, with the query as the passage."""
+    """Answers by `script`, one entry per request, and then correctly with the query as the passage."""
 
     script: list[Any]
     asked: list[dict[str, Any]]
@@ -165,7 +165,7 @@ def test_a_corpus_that_is_none_is_named(tmp_path: Path, text: str, message: str)
 
 
 def test_a_corpus_that_never_ends_or_is_nested_without_end_is_named(tmp_path: Path) -> None:
-    """Each at once: a FIFO would never answer, a device has no end."""
+    """Each is reported at once: reading a FIFO would block, and a device has no end."""
     os.mkfifo(tmp_path / "fifo")
     nested, one_line = tmp_path / "nested.jsonl", tmp_path / "line.jsonl"
     nested.write_text('{"contents": "a"}\n' + '{"contents": ' + "[" * 100_000 + "\n")
@@ -232,7 +232,7 @@ def test_a_slow_service_meets_few_connections_and_larger_requests(moody: Any) ->
         await asyncio.gather(*map(one, range(30)))
 
     asyncio.run(many())
-    assert len(moody.RequestHandlerClass.asked) <= 8  # four that are slow, and what waited for them
+    assert len(moody.RequestHandlerClass.asked) <= 8  # four slow requests, and the requests that waited for them
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])

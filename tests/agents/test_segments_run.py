@@ -1,4 +1,4 @@
-"""Whole runs, real engines and a real trainer, of conversations in segments and of an agent framework's agent."""
+"""Whole runs with real engines and a real trainer: conversations in segments, and an agent of a framework."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Increments of chat templates: byte by byte, and joined against the whole conversation as the template renders it."""
+"""Increments of chat templates, byte by byte, and joined to the conversation that the template renders as a whole."""
 
 from __future__ import annotations
 

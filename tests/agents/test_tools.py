@@ -1,4 +1,4 @@
-"""Schemas of plain functions, compared with those of transformers, and calls that are checked against them."""
+"""Schemas of plain functions, compared with those of transformers, and checks of calls by these schemas."""
 
 from __future__ import annotations
 

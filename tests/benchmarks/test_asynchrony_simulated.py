@@ -1,4 +1,4 @@
-"""The simulator's view of a synchronous run, compared with a run whose engine and trainer are known."""
+"""The simulation of a synchronous run, compared with a run with known engine and trainer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_synchronous_run_is_met_step_by_step() -> None:
     run = synchronous_run(0)
     predicted = predict(workload([run], Beside(decode=2.0, train=2.0)), MODES["synchronous"])
     measured = [line["timing_s/step"] for line in run.lines[FIRST - 1 : STEPS - MOST_AHEAD]]
-    # The context of a stretch between two ends is that of its middle.
+    # The context between two ends is approximated by that of its middle.
     assert predicted.step_s == pytest.approx(measured, rel=2e-3)
 
 

@@ -1,4 +1,4 @@
-"""`mrl check`: what it says of good and of bad configurations, data, rewards and machines."""
+"""`mrl check`: its findings on good and bad configurations, data, rewards and machines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Runs `mrl check` in an empty directory: its exit code and what it prints."""
+    """Function that runs `mrl check` in an empty directory and returns exit code and output."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str]:
@@ -157,7 +157,7 @@ def test_workers_register_the_calls_of_the_table() -> None:
     workers |= {"reference": ReferenceWorker, "reward_model": RewardModelWorker, "teacher": TeacherWorker}
     for role, worker in workers.items():
         registered = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
-        registered.pop("probe")  # before the first step, of a model that has just loaded
+        registered.pop("probe")  # before the first step, for a model that has just been loaded
         calls = {call.method: (call.reads, call.writes, call.optional) for call in STEP if call.role == role}
         assert {name: (spec.reads, spec.writes, spec.optional) for name, spec in registered.items()} == calls
 
@@ -225,7 +225,7 @@ def test_the_form_that_a_reward_wants_is_found(check: Callable[..., tuple[int, s
 def test_end_tokens_are_said_with_who_names_them(
     check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path
 ) -> None:
-    """The model's own file and the tokenizer disagree of one, and agree on the other."""
+    """The model's file and the tokenizer disagree on one end token and agree on the other."""
     other = tmp_path / "model"
     shutil.copytree(model, other)
     (other / "generation_config.json").write_text('{"eos_token_id": [65, 256]}')
@@ -375,7 +375,7 @@ def test_a_model_of_the_hub_is_looked_at_where_the_cache_has_it(
     assert "does not have it, and HF_HUB_OFFLINE forbids the download\n      fix: hf download Qwen/Qwen3-8B" in output
     assert "skip  data: prompts and rewards need the models' tokenizers: Qwen/Qwen3-8B" in output
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    _, output = check(*hub_name)  # checkpoints of eight billion parameters may want more than this disk has
+    _, output = check(*hub_name)  # checkpoints of eight billion parameters may need more space than this disk has
     assert "fail  model" not in output
     assert "warn  model of the actor: Qwen/Qwen3-8B: " in output
     assert "does not have it; `mrl train` downloads it, about 15.3 GiB" in output
@@ -518,7 +518,7 @@ def test_slurm_partitions(
 
 
 def test_gpu_nodes_need_shared_memory_beside_the_columns() -> None:
-    """NCCL and vLLM take theirs from it as well."""
+    """NCCL and vLLM also use shared memory."""
     config = config_of()
     on_gpus = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device="gpu"))
     enough = 2 * machine._SHM_FLOOR_BYTES

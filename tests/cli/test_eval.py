@@ -1,4 +1,4 @@
-"""`mrl eval` before anything starts: what is measured, how, and what cannot be."""
+"""`mrl eval` before anything starts: measurements, their settings, and refused settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ validation: {every: 5, samples_per_prompt: 4, temperature: 0.6, top_k: 20, keep_
 
 @pytest.fixture
 def parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
-    """The arguments of a command line, in a directory with a configuration."""
+    """Return the parsed arguments of a command line, in a directory with a configuration."""
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(CONFIG)
     Path("model").mkdir()

@@ -1,4 +1,4 @@
-"""`mrl explain`: the arithmetic and the rank tables, as a reader sees them."""
+"""`mrl explain`: its arithmetic and rank tables."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
 def test_a_place_where_nothing_can_be_written_is_a_message(
     out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writer of models is the real one; what it would read from the checkpoint comes later."""
+    """The real writer of models runs. It would read the checkpoint only later."""
     from mrl.models.families import read_spec
     from mrl.models.hf_writer import HfWriter
 

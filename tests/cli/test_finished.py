@@ -1,4 +1,4 @@
-"""A command whose run has done all its steps says so at once, and starts no Ray."""
+"""A command whose run has done all steps reports this at once and does not start Ray."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_run_whose_steps_are_done(
     assert main([verb, *command]) == 0
     assert capsys.readouterr().out == message
     if verb == "sft":
-        os.utime(model, (1, 1))  # of a time when the run was shorter
+        os.utime(model, (1, 1))  # from a time when the run was shorter
         with pytest.raises(Started):
             main([verb, *command])
         return

@@ -1,4 +1,4 @@
-"""`mrl plan`: what it says, its exit codes, and that it answers at once without torch."""
+"""`mrl plan`: its output, its exit codes, and its fast answer without torch."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
 
 
 def test_turns_say_what_reading_them_again_would_cost(plan: Plan) -> None:
-    """Behind 1,024 tokens, three turns share 7,168: they begin at 1,024, at a third more, and at two thirds more."""
+    """After 1,024 tokens, three turns share 7,168: they start at 1,024 plus none, a third and two thirds of these."""
     turns = ["agent.environments.calc={max_turns: 3, tools: {calc: {name: calculator}}}"]
     text = plan(PRESET, *turns)[1]
     assert "reads each of the 8,192 tokens of the longest conversation once; without it, 3 turns read 10,240." in text

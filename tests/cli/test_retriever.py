@@ -1,4 +1,4 @@
-"""`mrl retriever`: starts, says where it is, answers, and ends by Ctrl-C; mistakes are messages."""
+"""`mrl retriever` starts, prints its address, answers, and ends by Ctrl-C. Mistakes are messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_it_says_where_it_is_and_answers_until_it_is_interrupted(tmp_path: Path)
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": "0", "contents": "Ada\\nShe wrote."}\n{"id": "1", "contents": "Rome\\nA city."}\n')
     command = [sys.executable, "-m", "mrl.cli.main", "retriever", str(corpus), "--port", "0", "--topk", "1"]
-    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where the tests run in the background, too
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if the tests run in the background
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears
     ) as process:

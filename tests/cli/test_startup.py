@@ -53,7 +53,7 @@ def test_help_answers_within_half_a_second(arguments: tuple[str, ...]) -> None:
         begin = os.times()
         assert mrl(INSTALLED, *arguments).returncode == 0
         end = os.times()
-        # Of processor, which other work on the machine does not add to, and of the clock.
+        # CPU time, which other work on the machine does not change, and wall-clock time.
         processor = end.children_user + end.children_system - begin.children_user - begin.children_system
         return processor < 0.5 and end.elapsed - begin.elapsed < 2
 

@@ -1,4 +1,4 @@
-"""Settings of `asynchrony` that are refused, each with its reason and a fix, before anything starts."""
+"""Settings of `asynchrony` that are errors before the start, each with its reason and a fix."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RECOMPUTE = "asynchrony={ahead: 1, weights: in_flight, cache: recompute}"
     [
         ((*APART, WEIGHED, IN_FLIGHT), "keep"),
         ((*APART, WEIGHED, RECOMPUTE), "recompute"),
-        ((WEIGHED, IN_FLIGHT), "recompute"),  # engines that sleep lose it
+        ((WEIGHED, IN_FLIGHT), "recompute"),  # sleeping engines lose it
         ((*APART, WEIGHED, "asynchrony.ahead=1"), None),
         (("asynchrony.cache=recompute",), None),
     ],

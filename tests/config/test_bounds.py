@@ -1,4 +1,4 @@
-"""The ranges and forms of values, at their edges."""
+"""The ranges and forms of values, at their limits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Unknown names, and values of a wrong type that are passed on, are errors of the configuration, reported before a
-run."""
+"""Unknown names, and passed-on values of a wrong type, are configuration errors before a run."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ UNKNOWN = {
     "reward.functions.answer.name=broken_parts:score": "broken_parts.py cannot be read as Python: invalid syntax",
     "algorithm.advantage=nowhere.at_all:grpo": "",
 }
-"""Override -> problem of its key; empty if the module is not on this machine, which gives only a warning."""
+"""Problem of each override's key. Empty if the module is not on this machine, which only gives a warning."""
 WRONG_TYPES = {
     "actor.optimizer.lr=fast": 'must be float or null, not "fast"',
     "actor.optimizer.lr=[1e-6]": "must be float or null, not [1e-06]",
@@ -95,12 +94,12 @@ WRONG_TYPES = {
     "rollout.vllm.max_lora_rank=7": "512, not 7",
     "rollout.vllm.hf_overrides=7": "",
 }
-"""The same for types and choices; empty if only the library itself can check them."""
+"""The same for types and choices. Empty if only the library can check them."""
 
 
 @pytest.fixture
 def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's module that would never load: its parts are found without being imported."""
+    """A user's module that would never load. Its parts are found without importing it."""
     source = "raise SystemExit('imported')\nif True:\n    def grpo(): ...\nasync def score(): ...\nclass Engine: ...\n"
     (tmp_path / "own_parts.py").write_text(f"{source}loss, rows = 1, []\nfrom json import loads as k1\n")
     (tmp_path / "broken_parts.py").write_text("def score(:\n")

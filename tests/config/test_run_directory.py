@@ -1,4 +1,4 @@
-"""The run directory: private with any umask, held by one process, with the resolved configuration in it."""
+"""The run directory is private with any umask, held by one process, and contains the resolved configuration."""
 
 from __future__ import annotations
 

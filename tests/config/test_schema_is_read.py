@@ -1,4 +1,4 @@
-"""Every key of the schema is read by code: a key that nothing reads is a promise that nothing keeps.
+"""Every key of the schema is read by code: a key that is never read would have no effect.
 
 Reads are found by a small type inference over the sources of mrl: parameters, attributes and local names
 whose type is a configuration dataclass, followed through attribute chains, calls, loops and dictionaries.
@@ -43,14 +43,14 @@ class Known:
     bases: dict[str, list[str]] = field(default_factory=dict)
     returns: dict[str, Type] = field(default_factory=dict)
     type_variables: dict[str, str] = field(default_factory=dict)
-    """These and names of unions, each with the first class that it may be."""
+    """These names and names of unions, each with the first class of the union."""
 
     def lineage(self, name: str) -> list[str]:
         """Return a class of mrl, then the classes that it inherits from."""
         return [name, *(above for base in self.bases[name] if base in self.bases for above in self.lineage(base))]
 
     def type_of(self, annotation: ast.expr | None) -> Type | None:
-        """The type that an annotation names, where it is a class of mrl or a dictionary of one."""
+        """Return the type of an annotation if it is a class of mrl or a dictionary of one."""
         match annotation:
             case ast.Constant(value=str(text)):
                 return self.type_of(ast.parse(text, mode="eval").body)
@@ -74,14 +74,14 @@ class Known:
 
 @dataclass
 class Scope:
-    """The names of one function and their types, and the reads found in it."""
+    """Names of one function with their types, and the reads in it."""
 
     known: Known
     names: dict[str, Type]
     reads: set[Read]
 
     def infer(self, expression: ast.expr) -> Type | None:
-        """The type of an expression; every attribute of a known class on the way is a read."""
+        """Return the type of an expression. Each attribute of a known class on the way is a read."""
         match expression:
             case ast.Name(id=name):
                 return self.names.get(name)
@@ -105,7 +105,7 @@ class Scope:
         return None
 
     def bind(self, target: ast.expr, value: ast.expr) -> None:
-        """Note the type that an assignment gives a name."""
+        """Record the type that an assignment gives to a name."""
         match target, value:
             case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
                 for inner_target, inner_value in zip(targets, values, strict=True):
@@ -115,7 +115,7 @@ class Scope:
                     self.names[name] = type_
 
     def bind_loop(self, target: ast.expr, iterated: ast.expr) -> None:
-        """Note the type of the values that a loop goes through."""
+        """Record the type of the values that a loop iterates over."""
         match target, iterated:
             case ast.Tuple(elts=[_, ast.Name(id=name)]), ast.Call(func=ast.Attribute(value=value, attr="items")):
                 pass
@@ -129,7 +129,7 @@ class Scope:
 
 
 def declare(trees: list[ast.Module]) -> Known:
-    """Classes, their annotated attributes, what methods and functions return, and what __init__ gives self."""
+    """Return classes with annotated attributes, return types, and attributes set in __init__."""
     classes = [node for tree in trees for node in inside(tree) if isinstance(node, ast.ClassDef)]
     known = Known({definition.name: {} for definition in classes})
     for definition in classes:
@@ -164,7 +164,7 @@ def declare(trees: list[ast.Module]) -> Known:
 
 
 def self_attributes(function: ast.FunctionDef, scope: Scope) -> dict[str, Type]:
-    """The types of `self.name = ...` in a method."""
+    """Return the types of `self.name = ...` in a method."""
     attributes = {}
     for node in inside(function):
         match node:
@@ -185,7 +185,7 @@ def self_attributes(function: ast.FunctionDef, scope: Scope) -> dict[str, Type]:
 def scope_of(
     function: ast.FunctionDef, owner: ast.ClassDef | None, known: Known, reads: set[Read], outer: Scope | None = None
 ) -> Scope:
-    """The scope of a function with all names that its parameters, assignments and loops give a type."""
+    """Return the scope of a function with all names typed by parameters, assignments and loops."""
     scope = Scope(known, dict(outer.names) if outer else {}, reads)
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     for argument in arguments:
@@ -218,7 +218,7 @@ def functions(
 
 
 def reads_in(sources: dict[str, str]) -> set[Read]:
-    """(class, attribute) pairs that the sources read; a declaration in the schema is no read, its methods' are."""
+    """Return (class, attribute) pairs that the sources read. Declarations in the schema do not count."""
     trees = [parsed(text) for text in sources.values()]
     known = declare(trees)
     reads: set[Read] = set()

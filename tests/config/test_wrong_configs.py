@@ -1,4 +1,4 @@
-"""Wrong configurations, each with exactly the messages that it must give."""
+"""Wrong configurations, each with its exact messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_message(case: dict[str, Any], valid: str, write: Callable[..., str], mo
     for old, new in case.get("edits", {}).items():
         assert text.count(old) == 1, f"{old!r} must occur once in the valid configuration"
         text = text.replace(old, new)
-    rewards = ", ".join(reward_functions())  # a new one need not be written into these texts
+    rewards = ", ".join(reward_functions())  # new names do not have to be added to these texts
     expected = [problem.replace("$PWD", str(Path.cwd())).replace("$REWARDS", rewards) for problem in case["problems"]]
     assert problems_of(write(text), case.get("overrides")) == expected
 

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned: token by token, on published chat templates."""
+"""The tokens of a conversation to learn from, token by token, on published chat templates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def row_of(messages: list[dict[str, str]], first: int) -> PromptRow:
 def learned(
     tokenizer: ChatTokenizer, messages: list[dict[str, str]], first: int, **options: Any
 ) -> tuple[list[int], Continuation]:
-    """The prompt's tokens, and the answer."""
+    """Return the prompt's tokens and the answer."""
     encoder, row = PromptEncoder(tokenizer, options), row_of(messages, first)
     text = encoder.render(row)
     (ids,) = encoder.encode([text])
@@ -45,7 +45,7 @@ def learned(
 
 
 def in_runs(tokenizer: Any, answer: Continuation) -> list[tuple[bool, str]]:
-    """The answer as text, cut where what is learned begins and ends."""
+    """Return the answer as text, split at the borders of the learned parts."""
     pairs = zip(answer.is_learned, answer.ids, strict=True)
     runs = [(of, [token for _, token in pairs]) for of, pairs in groupby(pairs, key=lambda pair: pair[0])]
     return [(of, tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for of, ids in runs]

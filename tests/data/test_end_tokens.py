@@ -1,4 +1,4 @@
-"""Which tokens end a response, and who says so."""
+"""The tokens that end a response, and the files that name them."""
 
 from __future__ import annotations
 

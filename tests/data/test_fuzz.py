@@ -1,4 +1,4 @@
-"""For any content of a file, each row is a prompt or a typed error that names file and row."""
+"""For any file content, each row is a prompt or a typed error that names file and row."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_spoilt_lines(here: Path, dataset_of: OpenDataset) -> None:
 
 
 def test_damaged_tables(here: Path, dataset_of: OpenDataset) -> None:
-    """Pages, footers and types of a parquet file: rows or typed errors, and never the end of the process."""
+    """Damaged pages, footers and types of a parquet file give rows or typed errors, and never end the process."""
     pq.write_table(pa.Table.from_pylist([good_row(number) for number in range(50)]), "whole", row_group_size=20)
     whole = Path("whole").read_bytes()
     num_refused = 0
@@ -79,7 +79,7 @@ def test_tables_of_any_type(here: Path, dataset_of: OpenDataset) -> None:
             table = pa.Table.from_pylist([changed(good_row(number), chance) for number in range(3)])
             pq.write_table(table, "rows.parquet")
         except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError):
-            continue  # no table holds that
+            continue  # no table can contain that
         try:
             dataset = dataset_of(train="rows.parquet", overlong="drop")
             assert all(result.error is None or isinstance(result.error, DataError) for result in dataset.check())
@@ -88,7 +88,7 @@ def test_tables_of_any_type(here: Path, dataset_of: OpenDataset) -> None:
 
 
 def test_damaged_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Published chat templates with parts that are gone, doubled or of one another."""
+    """Published chat templates with removed, doubled or exchanged parts."""
     monkeypatch.setattr(template_process, "COMPUTES_S", 0.5)
     pieces = [piece for text, _, _ in TEMPLATES.values() for piece in re.split(r"(?<=[%}]})", text)] + NASTY
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}]

@@ -120,7 +120,7 @@ def test_responses_with_numbers_alone_are_groups_of_one(here: Path, tokenizer: C
 
 
 def test_pairs_of_a_parquet_file(here: Path, tokenizer: ChatTokenizer) -> None:
-    """Of texts behind a prompt, or of conversations, which hold their prompt themselves."""
+    """Rows with texts after a prompt, or with conversations that contain their prompt."""
     pairs: list[dict[str, Any]] = [
         {"prompt": "1+1?", "chosen": "2", "rejected": "3", "margin": 1.0},
         {"chosen": [USER, said("2")], "rejected": [USER, said("3")], "margin": 1.0},

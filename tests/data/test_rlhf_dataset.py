@@ -1,4 +1,4 @@
-"""Files of either kind give the same prompts; what looks odd but is allowed is read right."""
+"""Files of either format give the same prompts, and unusual but valid rows are read correctly."""
 
 from __future__ import annotations
 

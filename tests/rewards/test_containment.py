@@ -1,4 +1,4 @@
-"""Any behavior of a reward function costs only its own sample, within its time, with a type, and leaves no process."""
+"""Any behavior of a reward function only fails its own sample, in time and with a type, and leaves no process."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ SCORED = {
 
 
 def score_among_good_ones(manager: RewardManager, bench: Bench, do: str) -> Score | Failure:
-    """The outcome of one sample between good ones; the others must not notice, and nothing may be left."""
+    """Return the outcome of one sample between good ones, which must not be affected. Nothing may be left behind."""
     begin = time.monotonic()
     before, outcome, after = manager.score([make_sample(row_id=1), make_sample(do), make_sample(row_id=3)])
     assert time.monotonic() - begin < LIMIT_S + 4, "a busy machine gives a worker its seconds later"

@@ -134,7 +134,7 @@ def test_a_group_that_is_too_large_is_named(bench: Bench, monkeypatch: pytest.Mo
 
 
 def test_a_group_is_what_one_round_of_generation_has_of_a_prompt(tmp_path: Path) -> None:
-    """Three samples of each of two prompts, then, as ReMax does, one of each: the same uids."""
+    """Three samples of each of two prompts, then one of each with the same uids, like ReMax."""
     config = make_config(tmp_path)
     settings = RewardConfig(functions={"size": RewardFunctionConfig(name="tests.rewards.witness:size", group=True)})
     with RewardManager(settings, EventLog(tmp_path / "events.jsonl")) as rewards:

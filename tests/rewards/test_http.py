@@ -1,4 +1,4 @@
-"""The remote reward against a real server that behaves in every way."""
+"""The remote reward with a real server that behaves in every way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.rewards.conftest import Bench, make_sample
 
 
 class Service(BaseHTTPRequestHandler):
-    """Answers as the sample asks; `first` is what the first attempt of a row gets."""
+    """Answers as the sample asks. `first` is the answer to the first attempt of a row."""
 
     def do_POST(self) -> None:
         sample = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -92,7 +92,7 @@ class Service(BaseHTTPRequestHandler):
         self.answer(b"NaN")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Write no log."""
 
 
 @pytest.fixture

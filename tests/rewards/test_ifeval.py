@@ -1,4 +1,4 @@
-"""Each check of an instruction, with a text that follows it and a text that does not."""
+"""Each check of an instruction, with a text that follows the instruction and a text that does not."""
 
 from __future__ import annotations
 

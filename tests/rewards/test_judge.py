@@ -1,4 +1,4 @@
-"""The judge against a real server: verdicts, failures of every kind, and what must not get out."""
+"""The judge with a real server: verdicts, failures of every kind, and secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY = "canary-5up3r"
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Answers with the text after `say ` in the question, or does what comes after `do `."""
+    """Answers with the text after `say ` in the question, or does the action after `do `."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -63,7 +63,7 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def flaky(self, number: int, tries: int) -> None:
-        """Three calls in ten fail, though no question more than three times: busy, broken, or hung up."""
+        """Fail three of ten calls, but no question more than three times: busy, broken, or disconnected."""
         with self.server.lock:  # type: ignore[attr-defined]
             self.server.calls += 1  # type: ignore[attr-defined]
             call = self.server.calls  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ class Judge(BaseHTTPRequestHandler):
         self.say("no idea" if tries == 1 else "Score: 5")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Write no log."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Outcomes of a worker and their transport: numbers, parts, frames, failures, and the figures of a batch."""
+"""Outcomes of a worker and their transport: numbers, parts, frames, failures, and the metrics of a batch."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_parts_are_numbers_too(parts: object) -> None:
 
 
 def function(label: str, weight: float, result: object) -> RewardFunction:
-    """A function that gives that result, or raises it."""
+    """Return a function that returns this result, or raises it."""
 
     def give(sample: Sample, plus: float = 0.0) -> object:
         if isinstance(result, BaseException):
@@ -230,7 +230,7 @@ def test_figures_stand_for_their_own_source() -> None:
 
 
 def test_an_answer_that_no_frame_holds_is_a_bad_result_that_says_so() -> None:
-    """Within the limits of each function's own parts, several functions can say more than a worker may send."""
+    """Several functions, each within its limit of parts, can return more than a worker may send."""
     parts = {f"{number:02}" + "\N{GRINNING FACE}" * 90: 0.5 for number in range(99)}
     reply = score_sample([function("talk", 1.0, {"score": 1.0} | parts)], make_sample().to_json(), 1 << 30)
     assert reply["failure"] == "bad_result"

@@ -1,4 +1,4 @@
-"""Search-R1's scores, from what the model wrote and nothing else; its published code's defects are cases here."""
+"""Search-R1's scores, which only depend on the text of the model. Defects of the published code are cases here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sample(*turns: str, truth: Any = None) -> Sample:
         (("",), 0, 0),
         (("<think>I think",), 0, 0),
         (("<think><answer>a</answer></think> <answer>Beijing</answer>",), 0.1, 0),  # the first action counts
-        ((LOOK + FOUND + RIGHT,), 0, 0),  # who writes what it found has searched, and not answered
+        ((LOOK + FOUND + RIGHT,), 0, 0),  # a model that copies the passage has searched, but not answered
         (("<answer>Beijing</answer><information>a</information>", "no", LOOK), 0, 0),  # an answer of another turn
     ],
 )

@@ -1,4 +1,4 @@
-"""Samples side by side in a worker: they wait together, and what goes wrong with one costs that one."""
+"""Samples side by side in a worker wait together, and a failure only costs its own sample."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_they_wait_together(bench: Bench) -> None:
     ],
 )
 def test_who_goes_wrong_fails_alone(bench: Bench, do: str, kind: str, message: str) -> None:
-    """Without retries: what the others lose when their worker is killed is no attempt of theirs."""
+    """Without retries. If the worker is killed, this does not count as an attempt of the other samples."""
     samples = [make_sample(row_id=row, s=0.3) for row in range(12)]
     samples.insert(4, make_sample(do, row_id=99))
     outcomes = bench.manager(WAITING, num_workers=2, concurrency=4, limit_s=1.5).score(samples)

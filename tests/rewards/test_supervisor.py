@@ -1,4 +1,4 @@
-"""The supervisor's clocks and queue, and what it makes of a worker: read from inside the workers."""
+"""The supervisor's clocks and queue, and the environment of its workers, read from inside the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITNESS = "tests.rewards.witness:score"
 
 
 def parts_of(outcomes: list[Outcome], name: str) -> list[float]:
-    """A part of every outcome, all of which are scores."""
+    """Return one part of every outcome, all of which must be scores."""
     assert all(isinstance(outcome, Score) for outcome in outcomes), outcomes
     return [outcome.parts[f"f0/{name}"] for outcome in outcomes if isinstance(outcome, Score)]
 
@@ -100,7 +100,7 @@ def test_the_time_of_a_sample_is_told(bench: Bench) -> None:
 
 
 def flaky(bench: Bench, tmp_path: Path, attempts: str, import_s: float = 0.0, **settings: Any) -> RewardManager:
-    """A manager whose workers end while they start, in these attempts of all, and take so long for it."""
+    """Return a manager whose workers need `import_s` to start, and end during the start in these attempts."""
     (tmp_path / "tries").write_text("")
     environment = {"MRL_TRIES": str(tmp_path / "tries"), "MRL_FLAKY": attempts, "MRL_IMPORT_S": str(import_s)}
     functions = {"f0": RewardFunctionConfig(name="tests.rewards.flaky_import:score")}
