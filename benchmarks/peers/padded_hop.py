@@ -22,7 +22,7 @@ class End:
     """Either end of the hop."""
 
     def make(self, lengths: list[int], prompt_tokens: int) -> int:
-        """The columns of a padded trainer for the same samples, in its types; their bytes."""
+        """Make the columns of a padded trainer for the same samples, in its types. Return their bytes."""
         count, width = len(lengths), prompt_tokens + MAX_RESPONSE_TOKENS
         whole, response = (count, width), (count, MAX_RESPONSE_TOKENS)
         self.rows = TensorDict(
@@ -41,11 +41,11 @@ class End:
         return sum(int(column.nbytes) for column in self.rows.values())
 
     def produce(self) -> TensorDict:
-        """Hand over the rows."""
+        """Return the rows."""
         return self.rows
 
     def consume(self, rows: TensorDict) -> float:
-        """Touch every response token and log-prob."""
+        """Read every response token and log-prob."""
         return sum(float(rows[name].sum()) for name in ("responses", "rollout_log_probs"))
 
 
