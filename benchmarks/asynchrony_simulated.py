@@ -298,7 +298,7 @@ def main() -> int:
                     print(epochs, "epochs,", name, f"{mean(runs[name], 'timing_s/step'):.2f} s a step", flush=True)
             middle = runs_by_epochs[arguments.epochs[1]]
             besides.append(beside_in(middle[BETWEEN][-1], middle[SYNCHRONOUS][-1]))
-            print("beside each other:", besides[-1], flush=True)
+            print("side by side:", besides[-1], flush=True)
     beside = Beside(*(statistics.median(getattr(pair, name) for pair in besides) for name in ("decode", "train")))
     for epochs, runs in runs_by_epochs.items():
         compare(bench, epochs, runs, beside, is_middle=epochs == arguments.epochs[1])

@@ -1,4 +1,4 @@
-"""The part of `gpu.py` that holds single kernels against float64: attention, products, the head, digests."""
+"""Part of `gpu.py` that compares single kernels with float64: attention, products, the head, digests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mrl.weight_sync.digest import digest, weighted_sums
 
 ROWS = np.array([1024, 252, 4, 640]) if ON_GPU else np.array([24, 12, 4])
 HEADS, KEY_HEADS = 14, 2
-"""Seven heads of queries for each of keys, as Qwen2.5-0.5B has."""
+"""Seven query heads per key head, as in Qwen2.5-0.5B."""
 HEAD_SIZES, WINDOW = (64, 128), 96 if ON_GPU else 5
 HIDDEN, COLUMNS, TOKENS = (896, 30_011, 1_001) if ON_GPU else (32, 301, 17)
-"""Odd numbers of columns and tokens: alignment is the kernels' business."""
+"""Odd numbers of columns and tokens, because kernels must handle any alignment."""
 ROUNDED, EXACT = 0.02, 1e-4
-"""Largest relative differences: of what passes through bfloat16, and of sums in float32."""
+"""Largest relative differences: of values rounded to bfloat16, and of sums in float32."""
 
 
 def kernels(bench: GpuBenchmark, _: Path) -> None:
-    """Compare each kernel with its definition in float64; seconds, and first of all."""
+    """Compare each kernel with its definition in float64. This part comes first because it takes seconds."""
     for size in HEAD_SIZES:
         for cp in (1, 2):
             for reach in (None, WINDOW):
@@ -37,13 +37,13 @@ def kernels(bench: GpuBenchmark, _: Path) -> None:
             check(bench)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over the norm of what is expected."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of the expected tensor."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def attention(bench: GpuBenchmark, what: str, size: int, cp: int, reach: int | None) -> None:
-    """Compare the kernel that packed rows go through on this device, and its gradients, on the last context rank."""
+    """Compare the attention kernel for packed rows, and its gradients, on the last context rank."""
     from mrl.engine.layer_spec import _in_blocks, _varlen
 
     rank = cp - 1
@@ -52,13 +52,13 @@ def attention(bench: GpuBenchmark, what: str, size: int, cp: int, reach: int | N
     torch.manual_seed(size)
     num_keys = int(ROWS.sum())
     shapes = ((num_keys // cp, HEADS, size), (num_keys, KEY_HEADS, size), (num_keys, KEY_HEADS, size))
-    mine = [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
-    wide = [x.detach().double().requires_grad_() for x in mine]
+    narrow = [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
+    wide = [x.detach().double().requires_grad_() for x in narrow]
     attend = _varlen if ON_GPU else _in_blocks
     outputs: list[Tensor] = []
 
     def forward() -> None:
-        outputs.append(attend((mine[0], mine[1], mine[2]), segments, None, reach))
+        outputs.append(attend((narrow[0], narrow[1], narrow[2]), segments, None, reach))
 
     first_s, second_s = once(forward), once(forward)
     expected = defined_attention(wide, segments, reach)
@@ -66,7 +66,7 @@ def attention(bench: GpuBenchmark, what: str, size: int, cp: int, reach: int | N
     backward_s = once(partial(torch.autograd.backward, outputs[-1], weights))
     torch.autograd.backward(expected, weights.double())
     errors = {"forward": relative(outputs[-1], expected)}
-    for name, x, y in zip(("query", "key", "value"), mine, wide, strict=True):
+    for name, x, y in zip(("query", "key", "value"), narrow, wide, strict=True):
         assert x.grad is not None, f"no gradient reached the {name}"
         assert y.grad is not None, f"no gradient reached the {name}"
         errors[f"d_{name}"] = relative(x.grad, y.grad)
@@ -75,12 +75,12 @@ def attention(bench: GpuBenchmark, what: str, size: int, cp: int, reach: int | N
 
 
 def defined_attention(qkv: list[Tensor], segments: Segments, reach: int | None) -> Tensor:
-    """Return attention segment by segment, with every score written down."""
+    """Return attention segment by segment, with all scores materialized."""
     query, key, value = qkv
     group = query.shape[1] // key.shape[1]
     results = []
     bounds = (segments.query_starts, segments.query_lengths, segments.key_starts, segments.key_lengths)
-    for q_at, q_len, k_at, k_len in zip(*(each.tolist() for each in bounds), strict=True):
+    for q_at, q_len, k_at, k_len in zip(*(bound.tolist() for bound in bounds), strict=True):
         q = query[q_at : q_at + q_len]
         k, v = (x[k_at : k_at + k_len].repeat_interleave(group, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
@@ -92,18 +92,18 @@ def defined_attention(qkv: list[Tensor], segments: Segments, reach: int | None) 
 
 
 def products(bench: GpuBenchmark) -> None:
-    """Compare the two products with results in float32, the second into the tensor that it adds to."""
+    """Compare the two products with float32 results. The second one adds in place to a tensor."""
     torch.manual_seed(1)
     hidden_TH, weight_VH = (torch.randn(n, HIDDEN, device=DEVICE).bfloat16() for n in (TOKENS, COLUMNS))
     tiles = Tiles(hidden_TH, weight_VH, torch.zeros(TOKENS, device=DEVICE), HeadOptions(COLUMNS, 1.0, "none"))
     left_TH, right_VH = (x.to(tiles.operand_dtype) for x in (hidden_TH, weight_VH))
-    found = tiles.product(left_TH, right_VH.t())
+    product = tiles.product(left_TH, right_VH.t())
     total = torch.randn(TOKENS, COLUMNS, device=DEVICE)
     before, address = total.double(), total.data_ptr()
     tiles.add_product(total, left_TH, right_VH.t())
     expected = hidden_TH.double() @ weight_VH.double().t()
-    errors = {"product": relative(found, expected), "added": relative(total, before + expected)}
-    bench.row(what="products", columns=COLUMNS, operands=str(tiles.operand_dtype), result=str(found.dtype), **errors)
+    errors = {"product": relative(product, expected), "added": relative(total, before + expected)}
+    bench.row(what="products", columns=COLUMNS, operands=str(tiles.operand_dtype), result=str(product.dtype), **errors)
     bench.goal("products in float32: largest relative difference", max(errors.values()), at_most=EXACT)
     bench.goal("sums that were made in another tensor", int(total.data_ptr() != address), at_most=0)
 
@@ -138,7 +138,7 @@ def head_values(bench: GpuBenchmark) -> None:
 
 
 def digests(bench: GpuBenchmark) -> None:
-    """Compare the device's sums with the CPU's, and flip one bit of the last element."""
+    """Compare the device's sums with the CPU's, and check that a flipped bit of the last element is detected."""
     torch.manual_seed(3)
     sent = torch.randn((3 << 20) + 5 if ON_GPU else 4099, device=DEVICE).bfloat16()
     differ = int((weighted_sums(sent).cpu() != weighted_sums(sent.cpu())).sum())

@@ -1,6 +1,6 @@
-"""The part of `gpu.py` that compares the plan's memory with the device's: what a process keeps, what an update takes.
+"""Part of `gpu.py` that compares the plan's memory with the device's, after offload and in an update.
 
-The plan's layers are Transformer Engine's. Without it norms keep their input in float32 as well, which is added here.
+The plan's layers are Transformer Engine's. Without it, norms also keep their input in float32, which is added here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def memory(bench: GpuBenchmark, directory: Path) -> None:
-    """Measure what stays after offload, by cause; the peaks of updates and of building; all with segments that grow."""
+    """Measure memory kept after offload, by cause, and the peaks of updates; also with expandable segments."""
     name = TRAINED[0]
     model = str(make_model(name, directory))
     for what, environment in {"": {}, ", expandable segments": EXPANDABLE}.items():
@@ -46,26 +46,26 @@ def memory(bench: GpuBenchmark, directory: Path) -> None:
                 report_peaks(bench, what, model, bench.on_rank(peaks, model, megatron))
     with bench.attempt("CUDA IPC, expandable segments"):
         if bench.has_time(SECONDS[name], "CUDA IPC, expandable segments"):
-            found = bench.on_rank(take_turns, model, directory / "growing.sock", 1, environment=EXPANDABLE)
-            bench.row(what="CUDA IPC, expandable segments", pieces=found["pieces"], gb_per_s=found["gb_per_s"])
-            bench.goal("expandable segments: pieces that arrived otherwise", found["wrong"], at_most=0)
+            result = bench.on_rank(take_turns, model, directory / "growing.sock", 1, environment=EXPANDABLE)
+            bench.row(what="CUDA IPC, expandable segments", pieces=result["pieces"], gb_per_s=result["gb_per_s"])
+            bench.goal("expandable segments: pieces that arrived otherwise", result["wrong"], at_most=0)
 
 
 def _torch_bytes() -> dict[str, float]:
     if not ON_GPU:
         return {}
-    found = {
+    numbers = {
         "allocated_gb": torch.cuda.memory_allocated(),
         "reserved_gb": torch.cuda.memory_reserved(),
         "most_allocated_gb": torch.cuda.max_memory_allocated(),
         "most_reserved_gb": torch.cuda.max_memory_reserved(),
     }
     torch.cuda.reset_peak_memory_stats()
-    return {name: num_bytes / 1e9 for name, num_bytes in found.items()}
+    return {name: num_bytes / 1e9 for name, num_bytes in numbers.items()}
 
 
 def kept(model: str, taken_before: int) -> dict[str, Any]:
-    """Return what this process holds of the device at each step of its life, beyond what others held before it."""
+    """Return the device memory that this process holds at each stage, beyond that of earlier processes."""
     from mrl.engine.offload import free_unused_memory
     from mrl.engine.parallel import model_parallel
 
@@ -101,24 +101,24 @@ def kept(model: str, taken_before: int) -> dict[str, Any]:
     return {"stages": stages, "seconds": seconds}
 
 
-def report_kept(bench: GpuBenchmark, what: str, found: dict[str, Any]) -> None:
-    for stage, figures in found["stages"].items():
+def report_kept(bench: GpuBenchmark, what: str, result: dict[str, Any]) -> None:
+    for stage, figures in result["stages"].items():
         bench.row(what=f"held after {stage}{what}", **figures)
-    for action, seconds in found["seconds"].items():
+    for action, seconds in result["seconds"].items():
         bench.row(what=f"{action}{what}", seconds=seconds, much_gb=LARGE_BYTES / 1e9)
     if ON_GPU:
-        held, planned = found["stages"]["offload"]["held_gb"], ASSUMPTIONS.process_bytes / 1e9
+        held, planned = result["stages"]["offload"]["held_gb"], ASSUMPTIONS.process_bytes / 1e9
         bench.goal(f"GB that a process holds after offload{what}", held, at_most=planned)
 
 
 def peaks(model: str, megatron: dict[str, Any]) -> list[tuple[int, int | None]]:
-    """Return for each budget the tokens of the largest micro-batch, and the bytes of an update beyond what stays."""
+    """Return for each budget the tokens of the largest micro-batch, and the peak bytes that an update adds."""
     from mrl.engine.parallel import model_parallel
 
     with model_parallel(ParallelConfig(), seed=1) as groups:
         trainer = Trainer(model, groups, megatron)
-        trainer.update()  # moments come into being
-        found: list[tuple[int, int | None]] = []
+        trainer.update()  # allocates the moments
+        pairs: list[tuple[int, int | None]] = []
         for budget in BUDGETS:
             trainer.micro_batches = trainer.cut(budget)
             most_tokens = max(int(trainer.lengths[rows].sum()) for rows in trainer.micro_batches)
@@ -127,38 +127,40 @@ def peaks(model: str, megatron: dict[str, Any]) -> list[tuple[int, int | None]]:
                 torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated() if ON_GPU else 0
             trainer.update()
-            found.append((most_tokens, torch.cuda.max_memory_allocated() - before if ON_GPU else None))
-        return found
+            pairs.append((most_tokens, torch.cuda.max_memory_allocated() - before if ON_GPU else None))
+        return pairs
 
 
 def planned_bytes(model: str, megatron: dict[str, Any], num_tokens: int) -> int:
-    """Return what the plan says of an update's activations and head, without its share for the allocator."""
+    """Return the planned bytes of an update's activations and head, without the share for the allocator."""
     from mrl.config.schema import TrainedModelConfig
 
     spec = read_spec(model)
     fused = spec.fused_kernels() if HAS_FUSED else {}
     settings = TrainedModelConfig(max_tokens_per_device=num_tokens, megatron=fused | megatron)
-    taken = stage_activations(spec, settings, 0, 1, "gpu" if HAS_FUSED else "cpu")  # whose norms are apart
+    taken = stage_activations(spec, settings, 0, 1, "gpu" if HAS_FUSED else "cpu")  # "cpu": separate norms
     share = 1 + ASSUMPTIONS.allocator_share
     layers, at_work = taken.kept / share, taken.at_work / share
     if not HAS_FUSED:
         num_layers = 1 if megatron.get("recompute_granularity") == "full" else spec.num_layers
         layers += 2 * 4 * spec.hidden * num_layers * num_tokens
     head = head_bytes(spec, settings, "lm", backward=True, device="gpu" if ON_GPU else "cpu")
-    return int(layers + max(at_work, head))  # the head is done before backward enters a layer
+    return int(layers + max(at_work, head))  # the head is finished before backward enters a layer
 
 
-def report_peaks(bench: GpuBenchmark, recomputed: str, model: str, found: list[tuple[int, int | None]]) -> None:
-    """Compare peaks with the plan: at each budget, and per token, where all that is constant falls out."""
+def report_peaks(
+    bench: GpuBenchmark, recomputed: str, model: str, measured_peaks: list[tuple[int, int | None]]
+) -> None:
+    """Compare peaks with the plan at each budget, and per token, where constant memory cancels out."""
     what = f"recomputing {recomputed}"
-    planned = [planned_bytes(model, RECOMPUTED[recomputed], num_tokens) for num_tokens, _ in found]
-    for (num_tokens, most), wanted in zip(found, planned, strict=True):
-        measured = {} if most is None else {"most_gb": most / 1e9, "of_plan": most / wanted}
-        bench.row(what=what, tokens=num_tokens, planned_gb=wanted / 1e9, **measured)
-    (few, low), (many, high) = found[0], found[-1]
+    planned = [planned_bytes(model, RECOMPUTED[recomputed], num_tokens) for num_tokens, _ in measured_peaks]
+    for (num_tokens, most), planned_peak in zip(measured_peaks, planned, strict=True):
+        measured = {} if most is None else {"most_gb": most / 1e9, "of_plan": most / planned_peak}
+        bench.row(what=what, tokens=num_tokens, planned_gb=planned_peak / 1e9, **measured)
+    (few, low), (many, high) = measured_peaks[0], measured_peaks[-1]
     by_plan = (planned[-1] - planned[0]) / (many - few)
     if low is None or high is None:
-        bench.row(what=f"{what}, per token", planned=by_plan, skipped="a CPU's allocator does not tell its peak")
+        bench.row(what=f"{what}, per token", planned=by_plan, skipped="a CPU's allocator does not report its peak")
         return
     per_token = (high - low) / (many - few)
     bench.row(what=f"{what}, per token", bytes=per_token, planned=by_plan, of_plan=per_token / by_plan)

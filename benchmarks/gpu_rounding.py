@@ -1,7 +1,7 @@
-"""The part of `gpu.py` that measures what rounding does to log-probs, which the audits' limits have to let pass.
+"""Part of `gpu.py` that measures the effect of rounding on log-probs, which the limits of audits must allow.
 
-The weights are random, so the distribution of each token is flat. Hidden states are scaled until the mean entropy is
-that of a trained policy, and labels are sampled.
+The weights are random, so the distribution of each token is flat. Hidden states are scaled until the mean entropy
+equals that of a trained policy, and labels are sampled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ENTROPIES = (0.1, 0.3, 0.5, 1.0, 2.0)
 BUDGETS = (SIZE.longest, 3 * SIZE.longest + 1)
 MOST_TOKENS = 4_096 if ON_GPU else 256
 FAR = 0.2
-"""A difference of log-probs that common clips begin to notice."""
+"""Smallest difference of log-probs that reaches common clip ranges."""
 
 
 def rounding(bench: GpuBenchmark, directory: Path) -> None:
@@ -36,7 +36,7 @@ def rounding(bench: GpuBenchmark, directory: Path) -> None:
 
 
 def differences(model: str) -> list[dict[str, Any]]:
-    """Return on one rank the rows of every entropy."""
+    """Return the rows of every entropy. Called on one rank."""
     from mrl.engine.parallel import model_parallel
 
     with model_parallel(ParallelConfig(), seed=1) as groups:
@@ -51,36 +51,38 @@ def _differences(trainer: Trainer) -> list[dict[str, Any]]:
     packed = []
     for budget in BUDGETS:
         scores = trainer.engine.forward(trainer.rows, trainer.cut(budget), ScoreRequest(hidden=True))
-        assert scores is not None, "one stage is the last"
-        assert scores.hidden_TH is not None, "they were asked for"
+        assert scores is not None, "a single stage must return scores"
+        assert scores.hidden_TH is not None, "hidden states were requested"
         packed.append(scores.hidden_TH)
     ends = np.cumsum(trainer.rows.response_lengths)
     num_tokens = int(ends[ends <= MOST_TOKENS].max())  # whole rows
     first_TH, second_TH = (hidden_TH[:num_tokens].float() for hidden_TH in packed)
     weight_VH = trainer.engine.models[-1].vocabulary_weight()
     options = HeadOptions(trainer.spec.vocab, 1.0, "value")
-    found: list[dict[str, Any]] = []
-    for wanted in ENTROPIES:
-        scale = scale_of(first_TH[:64], weight_VH, wanted)
+    rows: list[dict[str, Any]] = []
+    for target in ENTROPIES:
+        scale = scale_of(first_TH[:64], weight_VH, target)
         first, second = ((scale * hidden_TH).bfloat16() for hidden_TH in (first_TH, second_TH))
         labels_T = sampled(first, weight_VH)
         (one_T, entropy_T), (other_T, _) = (token_log_probs(x, weight_VH, labels_T, options) for x in (first, second))
-        assert entropy_T is not None, "it was asked for"
+        assert entropy_T is not None, "the entropy was requested"
         narrow_T = narrow_log_probs(first, weight_VH, labels_T)
         entropy = float(entropy_T.mean())
-        found.append({"what": f"two packings, {wanted} nats", "entropy": entropy} | spread(one_T, other_T, ends))
-        found.append({"what": f"logits in bfloat16, {wanted} nats", "entropy": entropy} | spread(one_T, narrow_T, ends))
-    return found
+        rows.append({"what": f"two packings, {target} nats", "entropy": entropy} | spread(one_T, other_T, ends))
+        rows.append({"what": f"logits in bfloat16, {target} nats", "entropy": entropy} | spread(one_T, narrow_T, ends))
+    return rows
 
 
 def spread(one_T: Tensor, other_T: Tensor, ends: npt.NDArray[np.int64]) -> dict[str, float]:
     """Return the differences by token and by sequence."""
-    apart_T = (one_T - other_T).double()
-    sequences = [part.mean().abs() for part in torch.tensor_split(apart_T, ends[ends < len(apart_T)].tolist())]
+    difference_T = (one_T - other_T).double()
+    sequences = [
+        part.mean().abs() for part in torch.tensor_split(difference_T, ends[ends < len(difference_T)].tolist())
+    ]
     return {
-        "mean": float(apart_T.abs().mean()),
-        "largest": float(apart_T.abs().max()),
-        "share_beyond": float((apart_T.abs() > FAR).double().mean()),
+        "mean": float(difference_T.abs().mean()),
+        "largest": float(difference_T.abs().max()),
+        "share_beyond": float((difference_T.abs() > FAR).double().mean()),
         "sequence_mean": float(torch.stack(sequences).mean()),
         "largest_sequence_mean": float(torch.stack(sequences).max()),
     }
@@ -99,7 +101,7 @@ def scale_of(hidden_TH: Tensor, weight_VH: Tensor, entropy: float) -> float:
 
 
 def sampled(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-    """Return a token for each place, drawn from the model's own distribution."""
+    """Return a token for each position, drawn from the model's distribution."""
     torch.manual_seed(0)
     wide_HV = weight_VH.float().t()
     return torch.cat(
@@ -108,7 +110,7 @@ def sampled(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
 
 
 def narrow_log_probs(hidden_TH: Tensor, weight_VH: Tensor, labels_T: Tensor) -> Tensor:
-    """Return log-probs of logits that the product rounds to bfloat16, as an engine's head does by default."""
+    """Return log-probs of logits in bfloat16, which an engine's head computes by default."""
     parts = zip(torch.split(hidden_TH, 1024), torch.split(labels_T, 1024), strict=True)
     return torch.cat(
         [

@@ -1,4 +1,4 @@
-"""The part of `gpu.py` that is a whole run: `mrl train`, with an engine beside the trainer. See there."""
+"""Part of `gpu.py` that is a whole run: `mrl train` with an engine on the trainer's device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mrl.verify.layout import make_random
 
 STEPS, LIMIT_S = 3, 420.0
 SECONDS = 100.0 if ON_GPU else 20.0
-"""Seconds that must be left for a run to begin."""
+"""Seconds that must be left to begin a run."""
 MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 CONFIG = """\
 run: {{name: run, dir: {directory}}}
@@ -39,7 +39,7 @@ training: {{steps: {steps}, save_every: 2}}
 GPU = {"device": "gpu", "prompts": 32, "samples": 256, "dtype": "bfloat16", "tokens": 32_768, "longest": 512}
 CPU = {"device": "cpu", "prompts": 2, "samples": 16, "dtype": "float32", "tokens": 512, "longest": 16}
 GPU_ENGINES = {
-    "plain launches": "{gpu_memory_utilization: 0.7, enforce_eager: true}",  # starts in a fraction of the time
+    "plain launches": "{gpu_memory_utilization: 0.7, enforce_eager: true}",  # starts much faster
     "compiled, CUDA graphs": "{gpu_memory_utilization: 0.7}",
 }
 CPU_ENGINES = {"plain launches": "{enforce_eager: true, kv_cache_memory_bytes: 67108864}"}
@@ -50,17 +50,17 @@ SHOWN = (
 
 
 def run_model(directory: Path) -> Path:
-    """Make 0.5 billion random parameters with a vocabulary for the toy tokenizer; on the CPU the demo's model."""
+    """Make a random model of 0.5 billion parameters for the toy tokenizer, or on the CPU the demo's model."""
     if not ON_GPU:
         return make_model(directory / "model", seed=1)
-    # As a Qwen2 tokenizer, transformers gives it a token that it was not saved with.
+    # transformers loads it as a Qwen2 tokenizer and adds one token to the saved ones.
     vocab = round_up(save_toy_tokenizer(directory / "model") + 1, 64)
     values = {**model_values("Qwen2.5-0.5B"), "vocab_size": vocab}
     return make_random(values, "lm", directory / "model", torch.bfloat16)
 
 
 def whole_run(bench: GpuBenchmark, directory: Path) -> None:
-    """Engines start, sleep, wake, take weights in and are compared with the trainer, in each of three steps of GRPO."""
+    """Run three steps of GRPO: engines start, sleep, wake, receive weights and are compared with the trainer."""
     for module in ("vllm", "ray"):
         if importlib.util.find_spec(module) is None:
             bench.row(what="three steps of GRPO", skipped=f"{module} is not here")

@@ -1,4 +1,4 @@
-"""Shared by the parts of `gpu.py`: the device, its timings, and rows that are printed and written as they come."""
+"""Shared by the parts of `gpu.py`: the device, timings, and rows that are printed and written immediately."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MATRIX = 8192 if ON_GPU else 512
 
 
 def once(action: Callable[[], object]) -> float:
-    """Return the seconds of an action, the device's work included."""
+    """Return the seconds of an action, including the device's work."""
     began = time.perf_counter()
     action()
     if ON_GPU:
@@ -37,7 +37,7 @@ def once(action: Callable[[], object]) -> float:
 
 
 def timed(action: Callable[[], object], repeats: int) -> Timing:
-    """Time an action several times, after once to get warm."""
+    """Time an action several times, after one warm-up."""
     return Timing(tuple(once(action) for _ in range(repeats + 1))[1:])
 
 
@@ -48,7 +48,7 @@ def matrix_rate() -> float:
 
 
 def taken_bytes() -> int:
-    """Return what all processes hold of the GPU; without one, what this process holds of the machine."""
+    """Return the bytes that all processes hold on the GPU or, without one, this process's bytes of main memory."""
     if ON_GPU:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
@@ -57,7 +57,7 @@ def taken_bytes() -> int:
 
 
 class GpuBenchmark(Benchmark):
-    """A benchmark on a machine that may be gone in a minute: nothing is kept back, and no error ends it."""
+    """A benchmark on a machine that may disappear: it writes each result immediately, and no error ends it."""
 
     def __init__(self, file: Path | None, limit_s: float) -> None:
         super().__init__("gpu")
@@ -69,7 +69,7 @@ class GpuBenchmark(Benchmark):
         return self._ends - time.monotonic()
 
     def row(self, **columns: Any) -> None:
-        """Print the row and write the file anew."""
+        """Add and print the row, and rewrite the file."""
         super().row(part=self.part, **columns)
         print("  ".join(f"{name}={shown(value)}" for name, value in self.rows[-1].items()), flush=True)
         self._write()
@@ -81,7 +81,7 @@ class GpuBenchmark(Benchmark):
 
     @contextmanager
     def attempt(self, what: str = "") -> Iterator[None]:
-        """Report an error of the block as a row and a missed goal, and go on: on a lent machine the rest counts too."""
+        """Report an error of the block as a row and a missed goal, and continue with the rest."""
         try:
             yield
         except Exception as error:
@@ -93,7 +93,7 @@ class GpuBenchmark(Benchmark):
             torch.cuda.empty_cache()
 
     def has_time(self, seconds: float, what: str) -> bool:
-        """Return whether so much time is left; report what is skipped for want of it."""
+        """Return whether this much time is left. If not, report the work as skipped."""
         if (left := self.seconds_left) >= seconds:
             return True
         self.row(
@@ -102,7 +102,7 @@ class GpuBenchmark(Benchmark):
         return False
 
     def on_rank(self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None) -> Any:
-        """Return what a function returns in a new process with the device to itself, which ends with the clock."""
+        """Call a function in a new process that has the device to itself, with the remaining time as its limit."""
         before = dict(os.environ)
         os.environ.update(environment or {})
         if ON_GPU:
@@ -115,11 +115,11 @@ class GpuBenchmark(Benchmark):
             os.environ.update(before)
 
     def watch(self) -> None:
-        """End this process soon after the limit, with the place where it hangs: what was found is on disk by then."""
+        """End this process soon after the limit and print where it hangs. All results are on disk by then."""
         faulthandler.dump_traceback_later(self._limit_s + _GRACE_S, exit=True)
 
     def finish(self, arguments: argparse.Namespace) -> int:
-        """Print the goals that were missed, and return the exit status: all rows stand above and in the file."""
+        """Print the missed goals and return the exit status. All rows were printed before and are in the file."""
         missed = [goal for goal in self.goals if not goal["met"]]
         print(
             "\n".join(

@@ -1,4 +1,4 @@
-"""The part of `gpu.py` where a trainer leaves its device to two other processes at once, and sends one its weights."""
+"""Part of `gpu.py` where a trainer leaves its device to two other processes, and sends its weights to one of them."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from mrl.weight_sync.digest import digest
 from mrl.weight_sync.ipc import IpcReceiver, IpcSender, TensorView
 
 SHARES = {"engine": 0.6, "critic": 0.25}
-"""Of a GPU, what each of the other processes takes of it at the same time."""
+"""Share of the GPU's memory that each of the other processes takes, both at the same time."""
 SLOT_BYTES = 1 << 30 if ON_GPU else 4 << 20
 _CPU_GUEST_BYTES, _LIMIT_S, _CONTENT = 1 << 26, 60.0, 7
 
 
 def be_guest(path: Path, share: float) -> None:
-    """Do what the trainer orders, line by line, as an engine or a critic does while the trainer waits."""
-    receiver, held = None, []
+    """Execute the trainer's orders, one per line, like an engine or a critic while the trainer waits."""
+    receiver, blocks = None, []
     for order in sys.stdin:
         if order == "take\n":
             free, total = torch.cuda.mem_get_info() if ON_GPU else _host_memory()
             num_bytes = int(total * share) if ON_GPU else _CPU_GUEST_BYTES
-            held.append(torch.full((num_bytes,), _CONTENT, dtype=torch.uint8, device=DEVICE))
-            answer = f"{free} {num_bytes} {int(held[0][-1])}"
+            blocks.append(torch.full((num_bytes,), _CONTENT, dtype=torch.uint8, device=DEVICE))
+            answer = f"{free} {num_bytes} {int(blocks[0][-1])}"
         elif order == "give back\n":
-            held.clear()
+            blocks.clear()
             if ON_GPU:
                 torch.cuda.empty_cache()
             answer = "done"
         else:
             receiver = receiver or IpcReceiver(path, _LIMIT_S)
-            found = {name: digest(part) for bucket in receiver.buckets() for name, part in bucket.tensors.items()}
-            receiver.reply(found)
-            answer = f"{len(found)}"
+            digests = {name: digest(part) for bucket in receiver.buckets() for name, part in bucket.tensors.items()}
+            receiver.reply(digests)
+            answer = f"{len(digests)}"
         print(answer, flush=True)
 
 
@@ -57,8 +57,8 @@ class Guest:
         gpu = str(Path(__file__).with_name("gpu.py"))
         command = [sys.executable, gpu, "--guest", str(path), "--share", str(share)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdin is not None, "it is a pipe"
-        assert self._process.stdout is not None, "it is a pipe"
+        assert self._process.stdin is not None, "stdin is a pipe"
+        assert self._process.stdout is not None, "stdout is a pipe"
         self._orders, self._answers = self._process.stdin, self._process.stdout
 
     def tell(self, order: str) -> None:
@@ -68,7 +68,7 @@ class Guest:
     def answer(self) -> list[str]:
         if line := self._answers.readline():
             return line.split()
-        raise RuntimeError(f"a guest ended with status {self._process.wait(_LIMIT_S)}; its error stands above")
+        raise RuntimeError(f"a guest ended with status {self._process.wait(_LIMIT_S)}; see its error above")
 
     def leave(self) -> None:
         self._orders.close()
@@ -85,39 +85,39 @@ def train_alone(model: str) -> list[float]:
 
 
 def take_turns(model: str, path: Path, num_turns: int = 2) -> dict[str, Any]:
-    """Train, leave the device to the guests, send the engine the weights; and the same again."""
+    """Train, leave the device to the guests, send the weights to the engine, and repeat."""
     from mrl.engine.parallel import model_parallel
 
     guests = {name: Guest(path, share) for name, share in SHARES.items()}
-    found = dict[str, Any](losses=[], taken=[], wrong=0, pieces=0)
+    result = dict[str, Any](losses=[], taken=[], wrong=0, pieces=0)
     sent_bytes, seconds = 0, 0.0
     with model_parallel(ParallelConfig(), seed=1) as groups:
         trainer = Trainer(model, groups, {})
         memory, weights = trainer.engine.memory, dict(trainer.engine.models[0].named_parameters())
         for _ in range(num_turns):
-            found["losses"] += [trainer.update() for _ in range(2)]
+            result["losses"] += [trainer.update() for _ in range(2)]
             memory.offload("parameters", "gradients", "optimizer")
-            found["taken"].append(_left_to(guests))
+            result["taken"].append(_left_to(guests))
             memory.onload("parameters")
             memory.need("parameters")
             began = time.perf_counter()
             guests["engine"].tell("receive")
             sender = IpcSender(path, SLOT_BYTES, DEVICE, _LIMIT_S)
             expected = send(sender, weights)
-            found["wrong"] += len(set(expected.items()) ^ set(sender.end().items()))
-            found["pieces"] += len(expected)
+            result["wrong"] += len(set(expected.items()) ^ set(sender.end().items()))
+            result["pieces"] += len(expected)
             sender.close()
             guests["engine"].answer()
             seconds += time.perf_counter() - began
-            sent_bytes += sum(each.nbytes for each in weights.values())
+            sent_bytes += sum(weight.nbytes for weight in weights.values())
             memory.onload("gradients", "optimizer")
     for guest in guests.values():
         guest.leave()
-    return found | {"gb_per_s": sent_bytes / seconds / 1e9}
+    return result | {"gb_per_s": sent_bytes / seconds / 1e9}
 
 
 def _left_to(guests: dict[str, Guest]) -> dict[str, list[int]]:
-    """Have each guest take its share while those before it keep theirs; return what each answered."""
+    """Let each guest take its share while earlier guests keep theirs. Return the answer of each."""
     taken = {}
     for name, guest in guests.items():
         guest.tell("take")
@@ -129,7 +129,7 @@ def _left_to(guests: dict[str, Guest]) -> dict[str, list[int]]:
 
 
 def send(sender: IpcSender, tensors: dict[str, torch.nn.Parameter]) -> dict[str, str]:
-    """Send everything in pieces that fit into a slot; return the digests of the pieces."""
+    """Send all tensors in pieces that fit into a slot. Return the digests of the pieces."""
     sender.begin(1)
     expected = {}
     for name, tensor in tensors.items():
@@ -139,24 +139,24 @@ def send(sender: IpcSender, tensors: dict[str, torch.nn.Parameter]) -> dict[str,
             placed = TensorView(f"{name}/{number}", piece.dtype, tuple(piece.shape), 0)
             placed.view(slot.buffer).copy_(piece)
             sender.send(slot, [placed])
-            expected[placed.name] = digest(piece.clone())  # numpy may look at the copy
+            expected[placed.name] = digest(piece.clone())  # a copy, which numpy may read
     return expected
 
 
 def sharing(bench: GpuBenchmark, directory: Path) -> None:
-    """Have a trainer leave its device to two other processes, twice, and go on to the losses of one that never did."""
+    """Let a trainer leave its device to two processes, twice, and compare its losses with an undisturbed trainer."""
     model = str(make_model(TRAINED[0], directory / "shared"))
-    found = bench.on_rank(take_turns, model, directory / "guest.sock")
-    for number, taken in enumerate(found["taken"], 1):
+    result = bench.on_rank(take_turns, model, directory / "guest.sock")
+    for number, taken in enumerate(result["taken"], 1):
         for name, (free, num_bytes, content) in taken.items():
             bench.row(what=f"{name} takes, turn {number}", free_before_gb=free / 1e9, gb=num_bytes / 1e9)
             bench.goal(f"what the {name} reads of its memory", content, at_least=_CONTENT)
-    bench.row(what="weights by CUDA IPC, digests included", pieces=found["pieces"], gb_per_s=found["gb_per_s"])
-    bench.goal("pieces that arrived otherwise", found["wrong"], at_most=0)
+    bench.row(what="weights by CUDA IPC, digests included", pieces=result["pieces"], gb_per_s=result["gb_per_s"])
+    bench.goal("pieces that arrived otherwise", result["wrong"], at_most=0)
     with bench.attempt("an undisturbed trainer"):
         alone = bench.on_rank(train_alone, model)
-        pairs = list(zip(found["losses"], alone, strict=True))
+        pairs = list(zip(result["losses"], alone, strict=True))
         difference = max(abs(one - other) / abs(other) for one, other in pairs)
-        bench.row(what="losses", shared=str(found["losses"]), alone=str(alone))
-        # Attention's backward adds in any order on a GPU.
+        bench.row(what="losses", shared=str(result["losses"]), alone=str(alone))
+        # On a GPU, attention's backward adds in arbitrary order.
         bench.goal("losses beside those of an undisturbed trainer", difference, at_most=1e-3 if ON_GPU else 0.0)

@@ -1,4 +1,4 @@
-"""The parts of `gpu.py` that train one model: parity, and speed with each set of kernels. See there."""
+"""Parts of `gpu.py` that train one model: parity, and speed with each set of kernels."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from mrl.verify.parity import ParityCase, measure, merge_ranks, transformers_sco
 FAMILIES = ("Llama-3.1-8B", "Qwen3-8B", "Qwen3-30B-A3B")
 TRAINED = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")
 SECONDS = dict(zip(TRAINED, (50.0, 90.0) if ON_GPU else (5.0, 5.0), strict=True))
-"""Seconds for a model with one set of kernels, from a new process to its last update."""
+"""Seconds for a model with one set of kernels, from the start of a process to its last update."""
 HAS_FUSED = ON_GPU and transformer_engine_extension() is not None
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done, so that a dry run ends."""
+    """Amount of work, which is small in a dry run."""
 
     rows: int
     longest: int
     budget: int
 
 
-# Without Transformer Engine 32,768 tokens of 1.5B keep 116 GB of activations, 8,192 keep 29.
+# Without Transformer Engine, 1.5B keeps 116 GB of activations for 32,768 tokens, 29 GB for 8,192.
 SIZE = Size(128, 2048, 32_768 if HAS_FUSED else 8_192) if ON_GPU else Size(8, 128, 512)
 
 
 def make_model(name: str, directory: Path) -> Path:
-    """Make random weights of a model's published size, on the CPU of a small model of its shape."""
+    """Make random weights of a model's published size, or on the CPU of a small model with its structure."""
     values = model_values(name)
     if not ON_GPU:
         return make_random(small_config(values, ParallelConfig()), "lm", directory / name)
@@ -54,15 +54,15 @@ def parity(bench: GpuBenchmark, directory: Path) -> None:
         with bench.attempt(name):
             model = make_random(small_config(model_values(name), ParallelConfig()), "lm", directory / f"small-{name}")
             cases = [ParityCase(str(model), "lm", ParallelConfig(), budget, dtype="bfloat16") for budget in BUDGETS]
-            found = bench.on_rank(measure, cases)
+            results = bench.on_rank(measure, cases)
             oracle = transformers_scores(model, cases[0])
-            difference = max(float(np.abs(merge_ranks([result]).scores - oracle).mean()) for result in found)
+            difference = max(float(np.abs(merge_ranks([result]).scores - oracle).mean()) for result in results)
             bench.row(what=name, mean_difference=difference)
             bench.goal(f"{name}: mean difference of log-probs in bfloat16 from float32", difference, at_most=0.05)
 
 
 class Trainer:
-    """One rank of a model, which trains on random rows."""
+    """One rank of a model that trains on random rows."""
 
     def __init__(self, model: str, groups: Any, megatron: dict[str, Any]) -> None:
         from mrl.engine.engine import EngineRequest, MegatronEngine
@@ -82,18 +82,18 @@ class Trainer:
         self.micro_batches = self.cut(SIZE.budget)
 
     def cut(self, budget: int) -> list[Any]:
-        """Return the micro-batches of at most so many tokens."""
+        """Return micro-batches of at most `budget` tokens."""
         from mrl.data.packing import plan_step
 
         return plan_step(self.lengths, 1, budget, self.engine.packing)[0]
 
     def update(self) -> float:
-        """Train one step; return its loss."""
+        """Do one update and return its loss."""
         from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 
         def loss(batch: LossInput) -> LossOutput:
             scores_T = batch.scores.log_probs_T
-            assert scores_T is not None, "a policy gives log-probs"
+            assert scores_T is not None, "a policy must return log-probs"
             return LossOutput(-scores_T.sum() / len(self.rows.tokens), {"loss": -scores_T.detach().sum()})
 
         return self.engine.update(self.rows, self.micro_batches, loss, ScoreRequest())[0]["loss"]
@@ -104,7 +104,7 @@ class Trainer:
 
 
 def train_and_offload(model: str, megatron: dict[str, Any]) -> dict[str, Any]:
-    """Measure on one rank updates, the ways to the host and back, the most memory taken, and where a step's time is."""
+    """Measure updates, transfers to the host and back, peak memory and the profile of a step, on one rank."""
     from mrl.engine.offload import PartName
     from mrl.engine.parallel import model_parallel
 
@@ -117,7 +117,7 @@ def train_and_offload(model: str, megatron: dict[str, Any]) -> dict[str, Any]:
         ways: dict[str, list[float]] = {"out": [], "back": []}
         moved = sum(memory.device_bytes[part] for part in parts if part != "gradients")
         for _ in range(4):
-            memory.changed()  # or the second time nothing would have to be copied
+            memory.changed()  # otherwise the second offload would have nothing to copy
             ways["out"].append(once(lambda: memory.offload(*parts)))
             ways["back"].append(once(lambda: memory.onload(*parts)))
         return {
@@ -132,14 +132,14 @@ def train_and_offload(model: str, megatron: dict[str, Any]) -> dict[str, Any]:
 
 
 def profiled(trainer: Trainer) -> dict[str, Any]:
-    """Return for one update how long the device worked, how much of that was the head's, and its longest kernels."""
+    """Return the busy share of the device in one update, the head's share of that, and the longest kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
-    with profile(activities=activities) as found:
+    with profile(activities=activities) as profiler:
         seconds = once(trainer.update)
     kind = "device" if ON_GPU else "cpu"
-    events = list(found.key_averages())
+    events = list(profiler.key_averages())
     own_s = {event.key: getattr(event, f"self_{kind}_time_total") / 1e6 for event in events}
     head = sum(getattr(e, f"{kind}_time_total") / 1e6 for e in events if e.key.startswith("_TokenLogProbs"))
     busy = sum(own_s.values())
@@ -153,17 +153,17 @@ def profiled(trainer: Trainer) -> dict[str, Any]:
 
 
 def variants(bench: GpuBenchmark, model: Path) -> dict[str, dict[str, bool]]:
-    """Return the sets of kernels that can be had here."""
+    """Return the sets of kernels available here."""
     plain = dict.fromkeys(read_spec(model).fused_kernels(), False)
-    found = {"plain": plain, "swiglu": plain | {"bias_activation_fusion": True}}
+    sets = {"plain": plain, "swiglu": plain | {"bias_activation_fusion": True}}
     if HAS_FUSED:
-        return found | {"fused": {}}
+        return sets | {"fused": {}}
     bench.row(what=model.name, kernels="fused", skipped="Transformer Engine is not here")
-    return found
+    return sets
 
 
 def training(bench: GpuBenchmark, directory: Path) -> None:
-    """Time updates of models of their published size with each set of kernels, and the ways to the host and back."""
+    """Time updates with each set of kernels, and transfers to the host and back, at published model sizes."""
     rate, named = matrix_rate(), device_flops_per_s(torch.cuda.get_device_name()) if ON_GPU else None
     bench.row(what="large matrix product", tflops=rate / 1e12)
     shares = []
@@ -174,28 +174,28 @@ def training(bench: GpuBenchmark, directory: Path) -> None:
                 if not bench.has_time(SECONDS[name], f"{name}, {kernels}"):
                     continue
                 with bench.attempt(f"{name}, {kernels}"):
-                    found = bench.on_rank(train_and_offload, str(model), megatron)
-                    update = Timing(found["seconds"])
-                    shares.append(found["flops"] / update.median_s / rate)
+                    result = bench.on_rank(train_and_offload, str(model), megatron)
+                    update = Timing(result["seconds"])
+                    shares.append(result["flops"] / update.median_s / rate)
                     bench.row(
                         what=name,
                         kernels=kernels,
-                        tokens_per_s=found["tokens"] / update.median_s,
+                        tokens_per_s=result["tokens"] / update.median_s,
                         of_matrix_rate=shares[-1],
-                        mfu=found["flops"] / update.median_s / named if named else None,
-                        most_gb=found["most_bytes"] / 1e9,
+                        mfu=result["flops"] / update.median_s / named if named else None,
+                        most_gb=result["most_bytes"] / 1e9,
                     )
-                    bench.row(what=name, kernels=kernels, **found["profile"])
-                    report_offload(bench, f"{name}, {kernels}", found)
+                    bench.row(what=name, kernels=kernels, **result["profile"])
+                    report_offload(bench, f"{name}, {kernels}", result)
     if ON_GPU and shares:
         bench.goal("training, share of the rate of a large matrix product", max(shares), at_least=0.4)
 
 
-def report_offload(bench: GpuBenchmark, what: str, found: dict[str, Any]) -> None:
-    """Compare the ways to the host and back with one copy of as many bytes."""
-    host = torch.empty(found["moved_bytes"], dtype=torch.uint8, pin_memory=ON_GPU)
-    there = torch.empty_like(host, device=DEVICE)
-    for way, copy in {"out": lambda: host.copy_(there), "back": lambda: there.copy_(host)}.items():
-        reachable = found["moved_bytes"] / timed(copy, 3).median_s
-        reached = found["moved_bytes"] / Timing(tuple(found[way][1:])).median_s
+def report_offload(bench: GpuBenchmark, what: str, result: dict[str, Any]) -> None:
+    """Compare transfers to the host and back with one copy of the same size."""
+    host = torch.empty(result["moved_bytes"], dtype=torch.uint8, pin_memory=ON_GPU)
+    device = torch.empty_like(host, device=DEVICE)
+    for way, copy in {"out": lambda: host.copy_(device), "back": lambda: device.copy_(host)}.items():
+        reachable = result["moved_bytes"] / timed(copy, 3).median_s
+        reached = result["moved_bytes"] / Timing(tuple(result[way][1:])).median_s
         bench.row(what=f"{what}: {way}", gb_per_s=reached / 1e9, one_copy_gb_per_s=reachable / 1e9)

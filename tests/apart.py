@@ -1,4 +1,4 @@
-"""A program in a process of its own, as a user's: the one that runs the tests may hold a Ray already."""
+"""Run programs in a separate process, like a user does. The process of the tests may already run Ray."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 
 
 def untimed(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run without what only a clock decides."""
+    """Return the metrics of a run without the ones that measure time."""
     return [without_clock(line) for line in read_metrics(run / "metrics.jsonl")]
 
 
 def run_mrl(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, **variables: str) -> str:
-    """What `mrl ARGUMENTS` prints; where it is to fail, its errors as well."""
+    """Run `mrl ARGUMENTS` and return its output, plus its errors if it must fail."""
     return run_python("-c", MAIN, *arguments, cwd=cwd, exit_code=exit_code, **variables)
 
 
 def run_python(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, **variables: str) -> str:
-    """What Python prints with these arguments, without this process's Ray; where it is to fail, its errors as well."""
+    """Run Python without this process's Ray and return its output, plus its errors if it must fail."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     ran = subprocess.run(
         [sys.executable, *arguments],
@@ -43,7 +43,7 @@ def run_python(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, **variable
 
 @contextmanager
 def retriever(corpus: Path, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that answers at that port, or at any for 0, and its address."""
+    """Start `mrl retriever` on this port, or on a free port for 0. Yield the process and its address."""
     command = [sys.executable, "-c", MAIN, "retriever", str(corpus), "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:

@@ -1,4 +1,4 @@
-"""One Ray and one set of pools for the whole test session: starting them is the slow part."""
+"""One Ray and one set of pools for the whole test session, because starting them is slow."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 NUM_DEVICES = 4
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
-if not HAS_RAY:  # in the environment of `make unit`: what imports workers cannot even be collected
+if not HAS_RAY:  # in the environment of `make unit`, files that import workers cannot be collected
     collect_ignore = [
         *(f"cli/test_{name}.py" for name in ("check", "check_agents", "finished", "sft_verbs")),
         "data/test_ranked_rows.py",
         "plan/test_exactness.py",
     ]
 
-# No test asks the hub, or finds what a developer happens to have of it; those about it make a cache and a service.
+# No test uses the hub or a developer's cache. Tests about the hub make a cache and a service.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/dev/null/cache"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # of a process among several, of which the first adds up
+    if not hasattr(config, "workerinput"):  # with several processes, only the first adds up the minutes
         config.pluginmanager.register(minutes.of_this_session(), "minutes")
         if os.environ.get("MRL_SWEEP_RECORD") == "1":
             config.pluginmanager.register(sweep.SweepRecord(), "sweep record")
@@ -71,7 +71,7 @@ MakeGroup = Callable[..., "RayWorkerGroup"]
 
 @pytest.fixture(scope="session")
 def rank_workers(run_context: RunContext) -> Iterator[RayWorkerGroup]:
-    """Four healthy workers, tp 2 x dp 2, for tests that leave them so."""
+    """Four healthy workers, tp 2 x dp 2, for tests that do not break them."""
     group = make_rank_workers(run_context, "actor", greeting="hello")
     yield group
     group.shutdown()
@@ -79,7 +79,7 @@ def rank_workers(run_context: RunContext) -> Iterator[RayWorkerGroup]:
 
 @pytest.fixture
 def doomed_workers(run_context: RunContext) -> Iterator[MakeGroup]:
-    """Makes groups of four workers that a test may break."""
+    """Function that makes groups of four workers that a test may break."""
     groups: list[RayWorkerGroup] = []
 
     def make(**kwargs: object) -> RayWorkerGroup:
@@ -101,5 +101,5 @@ def make_rank_workers(context: RunContext, role: str, **kwargs: object) -> RayWo
 
 @pytest.fixture
 def run_directory(run_context: RunContext) -> Path:
-    """Where the session's workers log."""
+    """Directory of the log files of the session's workers."""
     return run_context.run_directory

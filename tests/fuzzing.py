@@ -1,4 +1,4 @@
-"""How long what is random is tried: seconds in CI, an hour where MRL_FUZZ_S=3600 says so."""
+"""Random tests with a time limit: seconds in CI, an hour with MRL_FUZZ_S=3600."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE: tuple[Any, ...] = (
 
 
 def rounds(name: str) -> Iterator[random.Random]:
-    """Chances by number, the same in every run, until the time is up; what failed is that of the last number shown."""
+    """Yield random generators by number, equal in each run, until the time is up. The last number shown failed."""
     let_run()
     began = time.monotonic()
     for number in itertools.count():
@@ -31,13 +31,13 @@ def rounds(name: str) -> Iterator[random.Random]:
 
 
 def let_run() -> None:
-    """Take off what pytest sets for a test that hangs, and what at times ends the process of one that does not."""
+    """Cancel pytest's dump of hanging tests for long runs. It sometimes ends the process of a test that works."""
     if SECONDS > 60:
         faulthandler.cancel_dump_traceback_later()
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
-    """Bytes with some flipped, taken out, put in or said twice."""
+    """Return the bytes with some changed, removed, inserted or repeated."""
     for _ in range(chance.randint(1, 4)):
         at, end = sorted(chance.choices(range(len(data) + 1), k=2))
         match chance.randrange(5):
@@ -55,7 +55,7 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
 
 
 def changed(value: Any, chance: random.Random) -> Any:
-    """A JSON value with some places that hold something else."""
+    """Return a copy of a JSON value with some places replaced or removed."""
     value = copy.deepcopy(value)
     for _ in range(chance.randint(1, 3)):
         path = chance.choice(list(_places(value)))
@@ -73,8 +73,8 @@ def changed(value: Any, chance: random.Random) -> Any:
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inner:
-        yield from _places(each, (*path, key))
+    for key, item in inner:
+        yield from _places(item, (*path, key))
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:

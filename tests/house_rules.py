@@ -1,6 +1,6 @@
-"""The rules of the house as functions from sources to complaints; `test_architecture.py` applies them.
+"""House rules as functions that return complaints about sources. `test_architecture.py` applies them.
 
-A rule that looks at one file takes a `Source`; a rule that looks at the whole takes all of them.
+A rule about single files takes a `Source`, a rule about the whole code takes all sources.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-LAYERS = (  # lowest first; what shares a line never imports each other
+LAYERS = (  # lowest first; units on one line never import each other
     {"answers", "children", "errors", "files", "dtypes", "harmless", "rounding"},
     {"registry", "redaction", "hub", "libraries"},
     {"events"},
@@ -62,12 +62,12 @@ WITHOUT_TORCH = {
 }
 TORCH_ONLY = {"algos"}
 HEAVY = {"torch", "transformers", "wandb", "mlflow", "swanlab", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
-"""What may be imported where it is needed; an extra that not everybody installs is among them."""
+"""Libraries that may be imported inside functions: slow to import, or an optional extra."""
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 60, 16, 6
 MEDIAN_FILE_LINES, SHORT_FUNCTION_LINES, SHORT_FUNCTIONS = 180, 35, 0.9
-# Where everything may be caught, because whatever happens there is reported as a worker's death, or is the failure of
-# one sample in a process of its own.
+# Functions that may catch every exception: they report it as a worker's death, or as the failure of one sample in a
+# separate process.
 BROAD_EXCEPT_ALLOWED = {
     ("mrl/controller/worker_host.py", "WorkerHost.start"),
     ("mrl/data/chat.py", "load_tokenizer"),
@@ -83,7 +83,7 @@ BROAD_EXCEPT_ALLOWED = {
     ("mrl/rewards/worker.py", "score_job"),
 }
 
-PICKLE_KIN = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+PICKLE_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
 BANNED_CALLS = {
     **dict.fromkeys(("eval", "exec", "compile"), "runs text as code"),
     **dict.fromkeys(("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"), "runs a shell"),
@@ -103,7 +103,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name: `module` is as deep as the statement says, `lazy` when inside a function."""
+    """One imported name: `module` is the full dotted path, `lazy` means inside a function."""
 
     module: str
     line: int
@@ -111,13 +111,13 @@ class Import:
 
     @property
     def library(self) -> str:
-        """The top-level name: `torch` for `torch.distributed`."""
+        """Top-level name: `torch` for `torch.distributed`."""
         return self.module.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file: its path below the root, and its text."""
+    """A Python file: its path relative to the root, and its text."""
 
     path: str
     text: str
@@ -128,7 +128,7 @@ class Source:
 
     @property
     def module(self) -> str:
-        """`mrl.config.load`; a package's `__init__` is the package."""
+        """Dotted name such as `mrl.config.load`; a package's `__init__` has the package's name."""
         return self.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
     @property
@@ -161,7 +161,7 @@ class Source:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Local name -> what it was imported as, so that `from os import system` hides nothing."""
+        """Full name of each imported local name, so that `from os import system` hides nothing."""
         known: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -171,7 +171,7 @@ class Source:
         return known
 
     def full_name(self, node: ast.expr) -> str:
-        """`numpy.load` for `np.load`; empty for what is no dotted name."""
+        """Return `numpy.load` for `np.load`, or an empty string for anything but a dotted name."""
         if isinstance(node, ast.Name):
             return self.aliases.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -184,7 +184,7 @@ class Source:
 
 
 def unit_of(module: str) -> str:
-    """The package or top-level module of mrl that a module belongs to: what the layers are made of."""
+    """Return the package or top-level module of mrl that contains a module. Layers consist of these units."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
@@ -193,51 +193,57 @@ def unit_of(module: str) -> str:
 
 
 def layers(source: Source) -> Iterator[str]:
-    """A unit imports only what lies below it."""
+    """A unit imports only from lower layers."""
     if not source.unit:
         yield from (
-            source.at(found.line, "mrl/__init__.py imports nothing of mrl")
-            for found in source.imports
-            if found.library == "mrl"
+            source.at(imported.line, "mrl/__init__.py imports nothing of mrl")
+            for imported in source.imports
+            if imported.library == "mrl"
         )
         return
     if source.unit not in LEVEL:
         yield source.at(1, f'"{source.unit}" has no layer: add it to LAYERS')
         return
-    for found in source.imports:
-        other = unit_of(found.module) if found.library == "mrl" else ""
+    for imported in source.imports:
+        other = unit_of(imported.module) if imported.library == "mrl" else ""
         if other not in LEVEL or other == source.unit:
             continue
         if LEVEL[other] == LEVEL[source.unit]:
-            yield source.at(found.line, f"{source.unit} and {other} are siblings and never import each other")
+            yield source.at(imported.line, f"{source.unit} and {other} are siblings and never import each other")
         elif LEVEL[other] > LEVEL[source.unit]:
-            yield source.at(found.line, f"{source.unit} lies below {other} and must not import it")
+            yield source.at(imported.line, f"{source.unit} lies below {other} and must not import it")
 
 
 def library_homes(source: Source) -> Iterator[str]:
-    """Every heavy library is imported by one unit only; some units do without torch, or with torch alone."""
-    for found in source.imports:
-        homes = LIBRARY_HOMES.get(found.library, source.unit)
+    """Each heavy library has one home unit. Some units never import torch, or no library except torch."""
+    for imported in source.imports:
+        homes = LIBRARY_HOMES.get(imported.library, source.unit)
         homes = (homes,) if isinstance(homes, str) else homes
         if source.unit not in homes:
-            yield source.at(found.line, f"only {' and '.join(homes)} import{'s' * (len(homes) == 1)} {found.library}")
-        if found.library == "torch" and source.unit in WITHOUT_TORCH:
-            yield source.at(found.line, f"{source.unit} does without torch")
-        foreign = found.library not in {"mrl", "torch", *sys.stdlib_module_names}
+            yield source.at(
+                imported.line, f"only {' and '.join(homes)} import{'s' * (len(homes) == 1)} {imported.library}"
+            )
+        if imported.library == "torch" and source.unit in WITHOUT_TORCH:
+            yield source.at(imported.line, f"{source.unit} does without torch")
+        foreign = imported.library not in {"mrl", "torch", *sys.stdlib_module_names}
         if source.unit in TORCH_ONLY and foreign:
-            yield source.at(found.line, f"{source.unit} imports torch alone, not {found.library}")
+            yield source.at(imported.line, f"{source.unit} imports torch alone, not {imported.library}")
 
 
 def lazy_imports(source: Source) -> Iterator[str]:
-    """An import inside a function must spare somebody a heavy library."""
-    for found in source.imports:
-        spares = found.library in HEAVY or (found.library == "mrl" and unit_of(found.module) not in WITHOUT_TORCH)
-        if found.lazy and not spares:
-            yield source.at(found.line, f"lazy import of {found.module}, which is not heavy: import it at the top")
+    """An import inside a function must avoid loading a heavy library."""
+    for imported in source.imports:
+        spares = imported.library in HEAVY or (
+            imported.library == "mrl" and unit_of(imported.module) not in WITHOUT_TORCH
+        )
+        if imported.lazy and not spares:
+            yield source.at(
+                imported.line, f"lazy import of {imported.module}, which is not heavy: import it at the top"
+            )
 
 
 def import_cycles(sources: Sequence[Source]) -> Iterator[str]:
-    """No module imports itself through others, lazily or not."""
+    """No module imports itself through other modules, lazily or not."""
     graph = {source.module: set(_own_imports(source, sources)) for source in sources}
     done: set[str] = set()
 
@@ -269,10 +275,10 @@ def two_way_packages(sources: Sequence[Source]) -> Iterator[str]:
 
 def _own_imports(source: Source, sources: Iterable[Source]) -> Iterator[str]:
     modules = {other.module for other in sources}
-    for found in source.imports:
+    for imported in source.imports:
         for name in (
-            found.module,
-            found.module.rpartition(".")[0],
+            imported.module,
+            imported.module.rpartition(".")[0],
         ):  # `from package import module`, or `... import name`
             if name in modules:
                 yield name
@@ -304,7 +310,7 @@ def budgets(source: Source) -> Iterator[str]:
 
 
 def usual_sizes(sources: Sequence[Source]) -> Iterator[str]:
-    """The median file is short, and so are nine functions out of ten."""
+    """The median file is short, and nine of ten functions are short."""
     files = [len(source.text.splitlines()) for source in sources if not source.path.endswith("__init__.py")]
     if statistics.median(files) > MEDIAN_FILE_LINES:
         yield f"the median file has {statistics.median(files):g} lines; aim at {MEDIAN_FILE_LINES}"
@@ -316,7 +322,7 @@ def usual_sizes(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def type_names(sources: Sequence[Source]) -> Iterator[str]:
-    """No two public classes have one name: whoever reads `Row` should not have to ask which."""
+    """No two public classes share a name: `Row` must mean one class everywhere."""
     homes: dict[str, list[str]] = {}
     for source in sources:
         for node in source.tree.body:
@@ -332,30 +338,35 @@ def _length(function: Function) -> int:
 
 
 def _parameters(function: Function) -> list[str]:
-    given = function.args
-    named = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
-    return [parameter.arg for parameter in named if parameter.arg not in {"self", "cls"}]
+    arguments = function.args
+    parameters = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        *filter(None, (arguments.vararg, arguments.kwarg)),
+    ]
+    return [parameter.arg for parameter in parameters if parameter.arg not in {"self", "cls"}]
 
 
 # --- style ------------------------------------------------------------------------------------------------------
 
 
 def broad_excepts(source: Source) -> Iterator[str]:
-    """Only what reports a worker's death may catch everything."""
+    """Only the functions of BROAD_EXCEPT_ALLOWED may catch everything."""
     for scope, line in _broad_handlers(source):
         if (source.path, scope) not in BROAD_EXCEPT_ALLOWED:
             yield source.at(line, f"{scope or 'the module'} catches everything: name the errors that you expect")
 
 
 def stale_permissions(sources: Sequence[Source]) -> Iterator[str]:
-    """Permissions that nothing uses any more are taken away."""
+    """Unused entries of BROAD_EXCEPT_ALLOWED must be removed."""
     used = {(source.path, scope) for source in sources for scope, _ in _broad_handlers(source)}
     for path, scope in sorted(BROAD_EXCEPT_ALLOWED - used):
         yield f"BROAD_EXCEPT_ALLOWED: {scope} of {path} catches nothing broad any more"
 
 
 def _broad_handlers(source: Source) -> Iterator[tuple[str, int]]:
-    """Function and line of everything that catches everything."""
+    """Yield function and line of each handler that catches everything."""
     for scope, node in _scoped(source.tree, ""):
         caught: list[ast.expr | None] = []
         if isinstance(node, ast.ExceptHandler):
@@ -367,7 +378,7 @@ def _broad_handlers(source: Source) -> Iterator[tuple[str, int]]:
 
 
 def _scoped(node: ast.AST, scope: str) -> Iterator[tuple[str, Any]]:
-    """Every node below `node`, with the name of the function or class that it stands in."""
+    """Yield each node below `node` with the name of the function or class that contains it."""
     for child in ast.iter_child_nodes(node):
         yield scope, child
         named = isinstance(child, Function | ast.ClassDef)
@@ -375,7 +386,7 @@ def _scoped(node: ast.AST, scope: str) -> Iterator[tuple[str, Any]]:
 
 
 def prints_and_asserts(source: Source) -> Iterator[str]:
-    """`print` belongs to the command line; an assert says what was believed."""
+    """Only the command line prints, and each assert has a message."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Name) and node.id == "print" and source.unit != "cli":
             yield source.at(node.lineno, "print outside cli/: return it, log it, or write an event")
@@ -384,28 +395,28 @@ def prints_and_asserts(source: Source) -> Iterator[str]:
 
 
 def names_and_leftovers(source: Source) -> Iterator[str]:
-    """No module named after nothing, no path of somebody's machine, nothing left unfinished without a reason."""
+    """No empty module names, no paths of one machine, no unfinished code without a reason."""
     for part in EMPTY_NAMES.intersection(source.module.split(".")):
-        yield source.at(1, f'"{part}" says nothing: name the module after what it holds')
+        yield source.at(1, f'"{part}" is an empty name: name the module after its content')
     yield from machine_paths(source.path, source.text)
     for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
         if token.type == tokenize.COMMENT and UNFINISHED.search(token.string):
             yield source.at(
-                token.start[0], "unfinished, without a reason: do it, or say after the colon what it waits for"
+                token.start[0], "unfinished, without a reason: finish it, or give the reason after the colon"
             )
 
 
 def machine_paths(path: str, text: str) -> Iterator[str]:
-    """Absolute paths that exist on one machine only, in any kind of text file."""
+    """Yield absolute paths that only exist on one machine, in any kind of text file."""
     for number, line in enumerate(text.splitlines(), start=1):
-        for found in MACHINE_PATH.finditer(line):
-            yield f"{path}:{number}: {found.group()} is a path of somebody's machine"
+        for path_match in MACHINE_PATH.finditer(line):
+            yield f"{path}:{number}: {path_match.group()} is a path of one machine"
 
 
 def wall_clock(source: Source) -> Iterator[str]:
-    """The time of day stamps what happened; it measures nothing, as it jumps when a machine is set right."""
+    """Wall-clock time is for timestamps, not for durations: it jumps when the clock is corrected."""
     for node in ast.walk(source.tree):
-        # What is kept, compared or subtracted is a measurement; what is handed on at once is a stamp.
+        # A time that is stored, compared or subtracted is a measurement; one passed on directly is a timestamp.
         parts = [node.value] if isinstance(node, ast.Assign) else [*ast.iter_child_nodes(node)]
         if isinstance(node, ast.Assign | ast.BinOp | ast.Compare) and any(
             isinstance(part, ast.Call) and source.full_name(part.func) in WALL_CLOCKS for part in parts
@@ -417,10 +428,10 @@ def wall_clock(source: Source) -> Iterator[str]:
 
 
 def security(source: Source) -> Iterator[str]:
-    """Nothing that runs data as code."""
-    for found in source.imports:
-        if found.library in PICKLE_KIN:
-            yield source.at(found.line, f"{found.library} runs what it reads")
+    """No code runs data as code."""
+    for imported in source.imports:
+        if imported.library in PICKLE_MODULES:
+            yield source.at(imported.line, f"{imported.library} runs what it reads")
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Name | ast.Attribute) and source.full_name(node) in BANNED_CALLS:
             name = source.full_name(node)
@@ -430,17 +441,17 @@ def security(source: Source) -> Iterator[str]:
 
 
 def _unsafe_call(source: Source, call: ast.Call) -> Iterator[str]:
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
-    for name in MUST_BE_FALSE & set(given):
-        if not _is_constant(given[name], False):
+    options = {keyword.arg: keyword.value for keyword in call.keywords}
+    for name in MUST_BE_FALSE & set(options):
+        if not _is_constant(options[name], False):
             yield f"{name} is not False"
-    weights_only, function = given.get("weights_only"), source.full_name(call.func)
-    if "weights_only" in given and not _is_constant(weights_only, True):
+    weights_only, function = options.get("weights_only"), source.full_name(call.func)
+    if "weights_only" in options and not _is_constant(weights_only, True):
         yield "weights_only is not True"
-    if function == "torch.load" and "weights_only" not in given:
+    if function == "torch.load" and "weights_only" not in options:
         yield "torch.load without weights_only=True runs what it reads"
     if function in NEEDS_SAFE_LOADER:
-        loader = given.get("Loader") or (call.args[1] if len(call.args) > 1 else None)
+        loader = options.get("Loader") or (call.args[1] if len(call.args) > 1 else None)
         if loader is None or not source.full_name(loader).endswith("SafeLoader"):
             yield f"{function} without a safe loader"
 

@@ -1,4 +1,4 @@
-"""The hub as tests need it: its cache laid out on disk, and a service on loopback that answers as it does."""
+"""A test double of the hub: its cache layout on disk, and a service on loopback with the same answers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 LARGE_SUFFIX = ".safetensors"
-"""Files that the hub keeps apart and redirects to."""
+"""Suffix of files that the hub stores separately and serves by a redirect."""
 
 
 def commit_of(name: str, model: Path) -> str:
-    """The commit that a model's files have here: it follows from the name and their contents."""
+    """Return the commit of a model's files, which follows from the name and their contents."""
     digest = hashlib.sha1(name.encode())
     for file in files_of(model):
         digest.update(file.name.encode() + file.read_bytes())
@@ -28,12 +28,12 @@ def commit_of(name: str, model: Path) -> str:
 
 
 def files_of(model: Path) -> list[Path]:
-    """The files of a model directory, in order."""
+    """Return the files of a model directory in order."""
     return sorted(path for path in model.iterdir() if path.is_file())
 
 
 def make_hub_cache(cache: Path, name: str, model: Path, revision: str = "main") -> Path:
-    """Lay out a model as the hub's library does: blobs by content, a snapshot of links, and a ref. The snapshot."""
+    """Lay out a model like the hub's library: blobs by content, a snapshot of links, and a ref. Return the snapshot."""
     commit = commit_of(name, model)
     folder = cache / f"models--{name.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
@@ -49,10 +49,10 @@ def make_hub_cache(cache: Path, name: str, model: Path, revision: str = "main") 
 
 @dataclass
 class Hub:
-    """What the service has, and what it was asked: `METHOD path`."""
+    """Content of the service and the requests it received, as `METHOD path`."""
 
     models: dict[str, Path]
-    """`name` for its branch `main`, or `name@revision` -> the directory of a model or data set."""
+    """Directory of each model or data set by `name`, for its branch `main`, or by `name@revision`."""
     gated: set[str] = field(default_factory=set)
     is_down: bool = False
     asked: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Hub:
 
 @contextmanager
 def hub_service(models: dict[str, Path], **options: Any) -> Iterator[Hub]:
-    """A service for these models, by name."""
+    """Run a service for these models by name."""
     hub = Hub(models, **options)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -76,9 +76,9 @@ def hub_service(models: dict[str, Path], **options: Any) -> Iterator[Hub]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """What `snapshot_download` asks: the commit of a revision, the list of files, then HEAD and GET of each.
+    """Answers the requests of `snapshot_download`: commit of a revision, list of files, then HEAD and GET of each file.
 
-    Of a data set it is asked for single files alone, which may stand in folders.
+    For a data set, only single files are requested, which may be in folders.
     """
 
     hub: Hub
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Write no log."""
 
     def _answer(self) -> None:
         self.hub.asked.append(f"{self.command} {self.path}")
@@ -102,16 +102,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._blob(parts[1])
         elif parts[:2] == ["api", "models"]:
             self._metadata("/".join(parts[2:4]), parts[4], "/".join(parts[5:]))
-        elif parts[0] == "api":  # the hub's library also asks what is no business of a model
+        elif parts[0] == "api":  # the hub's library also sends requests that are unrelated to a model
             self._error(404, "")
         else:
             self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
 
-    def _metadata(self, name: str, what: str, revision: str) -> None:
+    def _metadata(self, name: str, kind: str, revision: str) -> None:
         model = self._model(name, revision)
         if model is None:
             return
-        if what == "revision":
+        if kind == "revision":
             self._send(200, _json({"id": name, "sha": commit_of(name, model), "siblings": []}))
         else:
             self._send(200, _json([_entry(file) for file in files_of(model)]))
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, name: str, revision: str, file: str) -> None:
         if (model := self._model(name, revision)) is None:
             return
-        if name in self.hub.gated:  # the hub shows what a gated model is made of, and gives none of it
+        if name in self.hub.gated:  # the hub lists the files of a gated model, but does not serve them
             self._error(403 if self.headers.get("authorization") else 401, "GatedRepo")
             return
         path = model / file
@@ -128,7 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         headers = {"X-Repo-Commit": commit_of(name, model), "ETag": f'"{_etag(path)}"'}
         if path.suffix == LARGE_SUFFIX:
-            port = self.hub.endpoint.rpartition(":")[2]  # on another host than the hub's, which nobody follows unasked
+            # another host than the hub's: clients do not follow this redirect by default
+            port = self.hub.endpoint.rpartition(":")[2]
             headers |= {"X-Linked-Etag": f'"{_etag(path)}"', "X-Linked-Size": str(path.stat().st_size)}
             self._send(302, b"", headers | {"Location": f"http://localhost:{port}/blobs/{_etag(path)}"})
         else:
@@ -139,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, next(file for file in everything if _etag(file) == etag).read_bytes())
 
     def _model(self, name: str, revision: str) -> Path | None:
-        """The files that a revision means; an answer that there are none where it means nothing."""
+        """Return the directory of a revision, or None after answering that it does not exist."""
         states = {key: path for key, path in self.hub.models.items() if key.partition("@")[0] == name}
         if not states:
             self._error(404, "RepoNotFound")

@@ -1,4 +1,4 @@
-"""How long the tests of each package take, and how long they may: `make test` fails where one takes longer."""
+"""Time limits for the tests of each package. `make test` fails if a package takes longer."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ BUDGETS = {
     "weight_sync": 2.0,
     "the rest": 5.0,
 }
-"""Minutes of tests, two at a time on two cores: three times what each took when this was written, for machines that are
-slower or have other work. Packages of less than 0.35 share `the rest`."""
+"""Minutes of tests, two at a time on two cores: three times the time measured when this was written, for machines that
+are slower or busy. Packages below 0.35 minutes share `the rest`."""
 
 
 @dataclass(eq=False)  # pytest keeps its plugins in sets
 class Minutes:
-    """Adds up what the tests of a session take, however many processes run them."""
+    """Adds up the times of a session's tests over all processes that run them."""
 
     budgets: dict[str, float]
     fails: bool
-    """Whether a package over its budget fails the session; elsewhere it is told."""
+    """Whether a package over its budget fails the session. Otherwise it is only reported."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -58,12 +58,12 @@ class Minutes:
             terminalreporter.write_line(line, red=True)
 
     def over(self) -> list[str]:
-        """Say of each package that takes longer than it may by how much it does."""
+        """Return a line for each package over its budget."""
         return [
-            f"tests/{name} takes {took / 60:.1f} minutes and may take {self.budgets[name]:g} (tests/minutes.py): "
+            f"tests/{name} takes {seconds / 60:.1f} minutes and may take {self.budgets[name]:g} (tests/minutes.py): "
             "make its slowest tests faster (--durations=20), or mark them slow"
-            for name, took in sorted(self.seconds.items())
-            if took > 60 * self.budgets[name]
+            for name, seconds in sorted(self.seconds.items())
+            if seconds > 60 * self.budgets[name]
         ]
 
 

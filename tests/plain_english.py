@@ -1,4 +1,4 @@
-"""Turns of phrase that readers stumble over, each with plain words. `make lint` rejects them in the COVERED trees.
+"""Unusual turns of phrase, each with plain words. `make lint` rejects them in the COVERED trees.
 
 `python -m tests.plain_english [TREE ...]` prints every hit. Code in backticks and generated parts are skipped.
 """
@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COVERED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "launch", "mrl")
-EXAMPLES = ("plain_english.py", "test_architecture.py", "published.py")  # bad examples, and texts of others
+COVERED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "launch", "mrl", "tests", ".github")
+EXAMPLES = (  # bad examples, texts of others, prompts, and names of rows in results
+    *("plain_english.py", "test_architecture.py", "published.py", "published_files.py", "shelf.py"),
+    *("test_formats.py", "test_template.py", "test_gpu.py"),
+)
 TURNS = {
     r"(one|those|that) (that|which)|those who|(say|know|ask|want)s? nothing|(held|holds?) against": "name it; compare",
     r"(?<!#\s)(?-i:What|Whoever|Whatever)\b(?![^.]*\?)|who(so)?ever|whatever|whichever": "begin with a verb or noun",
@@ -37,12 +40,23 @@ _UNREAD = re.compile(r"<!-- made: .*?<!-- end -->|``[^`\n].*?``|`[^`\n]+`", re.D
 def texts(text: str, suffix: str) -> Iterator[tuple[int, str]]:
     """Yield prose with its first line: strings and comments of Python, or all of a page but uncommented code."""
     if suffix == ".py":
-        strings = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
-        yield from ((node.lineno, node.value) for node in strings if isinstance(node.value, str) and " " in node.value)
+        yield from ((line, value) for line, value in _strings(ast.parse(text)) if " " in value)
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         yield from ((token.start[0], token.string.strip("# ")) for token in tokens if token.type == tokenize.COMMENT)
     else:
         yield 1, re.sub(r"(?ms)^```.*?^```$", lambda it: re.sub(r"(?m)^((?!.* # ).*|.*? # )", "", it[0]), text)
+
+
+def _strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield each string with its line; an f-string is one string with `{}` for its values."""
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    parts = {id(part) for node in joined for part in node.values}
+    for node in joined:
+        values = (str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        yield node.lineno, "".join(values)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.lineno, node.value
 
 
 def hits(tree: str) -> Iterator[str]:

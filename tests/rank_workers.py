@@ -21,7 +21,7 @@ from mrl.protocol.columns import jagged
 
 
 class RankWorker(Worker):
-    """Answers for its place, computes on columns, and misbehaves on request."""
+    """Reports its place, computes on columns, and misbehaves on request."""
 
     def __init__(self, place: RankInfo, greeting: str = "hello", fail_on_rank: int = -1) -> None:
         super().__init__(place)
@@ -66,7 +66,7 @@ class RankWorker(Worker):
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts",), writes=("responses", "rollout_log_probs", "scores"))
     def generate(self, batch: DataProto, extra: int) -> DataProto:
-        """Responses that tell who made them: the prompt, `extra` longer, plus this shard's number."""
+        """Return responses that are `extra` tokens longer than the prompts. Each token is this shard's number."""
         lengths = batch.lengths("prompts") + extra
         values = torch.full((int(lengths.sum()),), self.place.coordinates.dp, dtype=torch.int32)
         return DataProto.from_dict(
@@ -81,7 +81,7 @@ class RankWorker(Worker):
 
     @register(Dispatch.DATA_PARALLEL, reads=("responses", "uid"))
     def count(self, batch: DataProto) -> dict[str, object]:
-        """What this shard holds."""
+        """Return a description of this shard."""
         return {
             "rank": self.rank,
             "row_ids": batch.row_ids.tolist(),
@@ -97,7 +97,7 @@ class RankWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def die(self, rank: int, after_s: float, by: int = signal.SIGKILL) -> float:
-        """All ranks enter a collective, but one is killed first."""
+        """Kill one rank before all others enter a collective."""
         if self.rank == rank:
             print("about to be killed", flush=True)
             time.sleep(after_s)
@@ -106,14 +106,14 @@ class RankWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def raise_on(self, rank: int) -> float:
-        """All ranks enter a collective, but one raises first."""
+        """Raise on one rank before all others enter a collective."""
         if self.rank == rank:
             raise BatchError("row 7 is bad", where=f"rank {rank}", fix="leave it out")
         return self.all_reduce()
 
     @register(Dispatch.ONE_TO_ALL)
     def raise_alone(self, rank: int) -> int:
-        """One rank raises, and the others answer: from now on they are out of step."""
+        """Raise on one rank and answer on the others, so that they are out of step from now on."""
         if self.rank == rank:
             raise BatchError("row 9 is bad")
         return self.rank
@@ -124,14 +124,14 @@ class RankWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def stop_on(self, rank: int) -> float:
-        """All ranks enter a collective, but one is stopped first."""
+        """Stop one rank before all others enter a collective."""
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         return self.all_reduce()
 
     @register(Dispatch.ONE_TO_ALL)
     def spin_on(self, rank: int) -> float:
-        """All ranks enter a collective, but one computes for ever."""
+        """Compute forever on one rank while all others enter a collective."""
         if self.rank == rank:
             self.spin_for_ever()
         return self.all_reduce()
@@ -142,7 +142,7 @@ class RankWorker(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def fill_shared_memory(self) -> None:
-        """Write to more of /dev/shm than there is."""
+        """Write more bytes to /dev/shm than its size."""
         num_bytes = 2 * shutil.disk_usage("/dev/shm").total
         with open("/dev/shm/large", "w+b") as file:
             file.truncate(num_bytes)
@@ -152,7 +152,7 @@ class RankWorker(Worker):
 
     @register(Dispatch.RANK_ZERO)
     def hang_in_c(self, holds_gil: bool) -> None:
-        """Read from a pipe that nobody writes to, in C, with or without the interpreter's lock."""
+        """Block in C on reading an empty pipe, with or without the interpreter's lock."""
         library = (ctypes.PyDLL if holds_gil else ctypes.CDLL)(None)
         library.read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 

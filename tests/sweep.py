@@ -1,8 +1,8 @@
-"""The sweep: cases marked `on_demand`, which take hours together. Each CI run takes a twelfth, chosen by its commit.
+"""The sweep: cases marked `on_demand`, which take hours in total. Each CI run takes a twelfth, chosen by its commit.
 
-`MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=6` skips the cases of which the turn comes
-later than that. `MRL_SWEEP_RECORD=1` writes into `tests/sweep.json` when each case last passed;
-docs/benchmarks.md shows it.
+`MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=6` skips the cases that have not started after
+6 minutes. `MRL_SWEEP_RECORD=1` writes the date on which each case last passed to `tests/sweep.json`, which
+docs/benchmarks.md shows.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NUM_PARTS = 12
 
 
 def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return found.stdout.strip()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return head.stdout.strip()
 
 
 def chosen_part(choice: str) -> tuple[int, int]:
-    """Return the number of the part, from 0, and of how many parts it is."""
+    """Return the number of the part, from 0, and the number of parts."""
     if choice == "commit":
         return int(commit(), 16) % NUM_PARTS, NUM_PARTS
     number, _, num_parts = choice.partition("/")
@@ -36,12 +36,12 @@ def chosen_part(choice: str) -> tuple[int, int]:
 
 
 def part_of(cases: Sequence[str], number: int, num_parts: int) -> list[str]:
-    """Return every so many of the cases in the order of their names: cases of a file, which take alike, are spread."""
+    """Return every `num_parts`-th case by name. This spreads the cases of a file, which take similar times."""
     return sorted(cases)[number::num_parts]
 
 
 class SweepPart:
-    """Keeps one part of the cases marked `on_demand`; all others stay as they are."""
+    """Deselects all cases marked `on_demand` except one part. All other cases run unchanged."""
 
     def __init__(self, choice: str, minutes: float = math.inf) -> None:
         self.number, self.num_parts = chosen_part(choice)
@@ -64,7 +64,7 @@ class SweepPart:
 
 
 class SweepRecord:
-    """Writes down when each case passed last, and what it took."""
+    """Records when each case last passed, and how long it took."""
 
     def __init__(self, path: Path = RECORD) -> None:
         self.path = path
@@ -85,5 +85,5 @@ class SweepRecord:
         for case in self._called - self._failed:
             known[case] = {"date": today, "commit": tested, "minutes": round(self._seconds[case] / 60, 1)}
         for case in self._failed:
-            known.pop(case, None)  # it is proven no longer
+            known.pop(case, None)  # a failed case has no valid record
         self.path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""System calls that change files, each shown to the test before the kernel does it: let pass, refused, or the end.
+"""Intercept system calls that change files. For each call, a test decides to allow it, refuse it, or end the process.
 
-A seccomp filter hands them to a listener. It holds for the thread that takes it on and for all that it starts, through
-fork and exec, so that what a library writes in C, or a process of another language, is seen as well.
+A seccomp filter passes the calls to a listener. It applies to the thread that installs it and to all threads and
+processes it starts, through fork and exec, so writes of C libraries and of other languages are intercepted too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# Name, number on x86_64 and aarch64, and what says where: the file `f` or the path `p` of an argument, or a directory
-# and a path `at` it. Of an `open` those alone that may write.
+# Name, number on x86_64 and aarch64, and the argument with the place: a file `f`, a path `p`, or a directory and a path
+# relative to it, `at`. An `open` only counts if it may write.
 _CALLS = """
 write:1:64:f0 pwrite64:18:68:f0 writev:20:66:f0 fallocate:285:47:f0 ftruncate:77:46:f0 fsync:74:82:f0
 fdatasync:75:83:f0 flock:73:32:f0 open:2:-:p0 openat:257:56:at0 creat:85:-:p0 mkdir:83:-:p0 mkdirat:258:34:at0
@@ -44,7 +44,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class SystemCall:
-    """One that is about to be made. A rename is known by the name that it takes away."""
+    """A system call before it is executed. For a rename, `path` is the old name."""
 
     name: str
     pid: int
@@ -52,7 +52,7 @@ class SystemCall:
 
 
 Decide = Callable[[SystemCall], int]
-"""Return 0 to let it pass, or the error that it ends in."""
+"""Returns 0 to allow the call, or the number of the error with which it fails."""
 
 
 def _table() -> dict[int, tuple[str, str]]:
@@ -73,10 +73,10 @@ def _filter() -> bytes:
 
 
 def _listen() -> int:
-    """Take the filter on, in this thread and all that it starts; return its listener."""
+    """Install the filter in this thread and all that it starts. Return its listener."""
     code = _filter()
-    held = ctypes.create_string_buffer(code, len(code))
-    program = struct.pack("@HP", len(code) // 8, ctypes.addressof(held))
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
     assert _libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0, os.strerror(ctypes.get_errno())
     listener = _libc.syscall(_MACHINE[1], _SET_FILTER, _NEW_LISTENER, program)
     assert listener >= 0, os.strerror(ctypes.get_errno())
@@ -84,7 +84,7 @@ def _listen() -> int:
 
 
 def _serve(listener: int, decide: Decide, is_over: Callable[[], bool]) -> None:
-    """Show what comes until nobody is left who could send."""
+    """Serve system calls until it is over or all processes with the filter have ended."""
     table, waiting = _table(), select.poll()
     waiting.register(listener, select.POLLIN)
     while not is_over():
@@ -104,7 +104,7 @@ def _answer(listener: int, table: dict[int, tuple[str, str]], decide: Decide) ->
         refused = decide(SystemCall(name, pid, _path(pid, place, arguments)))
         fcntl.ioctl(listener, _SEND, struct.pack("=QqiI", number, 0, -refused, 0 if refused else _CONTINUE))
     except OSError as error:
-        if error.errno != errno.ENOENT:  # who asked was killed meanwhile
+        if error.errno != errno.ENOENT:  # the caller was killed in the meantime
             raise
 
 
@@ -124,7 +124,7 @@ def _path(pid: int, place: str, arguments: Sequence[int]) -> Path:
 
 
 def watched(work: Callable[[], None], decide: Decide) -> None:
-    """Do this in a thread of its own, whose calls are shown, and raise what it raised."""
+    """Do the work in a separate thread whose calls `decide` sees, and raise its exception."""
     raised: list[BaseException] = []
     listener: list[int] = []
     ready = threading.Event()
@@ -152,13 +152,13 @@ def watched(work: Callable[[], None], decide: Decide) -> None:
 
 @contextmanager
 def watched_command(command: Sequence[str], decide: Decide, **options: object) -> Iterator[subprocess.Popen[str]]:
-    """Start a command whose calls, and those of all that it starts, are shown for the length of the block."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        launcher = [sys.executable, "-m", "tests.system_calls", str(theirs.fileno()), *command]
-        process = subprocess.Popen(launcher, pass_fds=[theirs.fileno()], text=True, **options)  # type: ignore[call-overload]
-        theirs.close()
-        _, (listener,), _, _ = socket.recv_fds(ours, 1, 1)
+    """Start a command. `decide` sees its calls and those of its descendants until the block ends."""
+    receiving_end, sending_end = socket.socketpair()
+    with receiving_end, sending_end:
+        launcher = [sys.executable, "-m", "tests.system_calls", str(sending_end.fileno()), *command]
+        process = subprocess.Popen(launcher, pass_fds=[sending_end.fileno()], text=True, **options)  # type: ignore[call-overload]
+        sending_end.close()
+        _, (listener,), _, _ = socket.recv_fds(receiving_end, 1, 1)
     over = threading.Event()
     thread = threading.Thread(target=_serve, args=(listener, decide, over.is_set))
     thread.start()
@@ -167,7 +167,7 @@ def watched_command(command: Sequence[str], decide: Decide, **options: object) -
     finally:
         over.set()
         thread.join()
-        os.close(listener)  # from here on such a call ends in ENOSYS
+        os.close(listener)  # from here on, such a call fails with ENOSYS
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where answers are found: after hashes, in boxes."""
+"""Finding answers: after hashes and in boxes."""
 
 from __future__ import annotations
 

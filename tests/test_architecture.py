@@ -1,4 +1,4 @@
-"""mrl keeps the rules of the house, and every rule is able to fail."""
+"""mrl follows the house rules, and every rule can fail."""
 
 from __future__ import annotations
 
@@ -92,13 +92,14 @@ def test_text_is_plain_english(tree: str) -> None:
         ("page.md", "```bash\nnor # a\nmrl  # as it is\n```\n", ['3: "as it is"']),
         ("page.md", "# What it is\n\nWhat is it? The weights go on the device.", []),
         ("a.py", '"""What it holds."""\nx = f"{x} lacks it"  # anew', ['1: "What"', '2: "lacks"', '2: "anew"']),
+        ("a.py", 'x = f"What is {x}?"\ny = f"What {x} is"', ['2: "What"']),
         ("a.yaml", "# a plan\nkey: 1  # of its own", ['2: "of its own"']),
     ],
 )
 def test_turns_of_phrase_are_found_with_their_lines(name: str, text: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
-    found = [hit.removeprefix(f"{tmp_path / name}:").rpartition(": ")[0] for hit in plain_english.hits(str(tmp_path))]
-    assert sorted(found) == sorted(words)
+    places = [hit.removeprefix(f"{tmp_path / name}:").rpartition(": ")[0] for hit in plain_english.hits(str(tmp_path))]
+    assert sorted(places) == sorted(words)
 
 
 LONG_FUNCTION = "def work():\n" + "    step()\n" * 60
@@ -145,8 +146,8 @@ BAD = [
     ("mrl/engine/a.py", "print(1)", "print outside cli/"),
     ("mrl/engine/a.py", "show = print", "print outside cli/"),
     ("mrl/engine/a.py", "assert x", "assert without a message"),
-    ("mrl/engine/utils.py", "x = 1", '"utils" says nothing'),
-    ("mrl/helpers/a.py", "x = 1", '"helpers" says nothing'),
+    ("mrl/engine/utils.py", "x = 1", '"utils" is an empty name'),
+    ("mrl/helpers/a.py", "x = 1", '"helpers" is an empty name'),
     ("mrl/engine/a.py", "x = 1  # see /home/someone/notes", "/home/someone is a path"),
     ("mrl/engine/a.py", 'socket = f"unix:/tmp/{name}"', "/tmp is a path"),
     ("mrl/engine/a.py", "x = 1  # TODO", "unfinished, without a reason"),

@@ -1,4 +1,4 @@
-"""What is left of a family that is ended."""
+"""Ending a process and its descendants removes the shared memory."""
 
 from __future__ import annotations
 

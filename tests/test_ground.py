@@ -1,4 +1,4 @@
-"""The ground that everything else stands on: errors, files, data types, registry, events."""
+"""The lowest layers: errors, files, data types, registry, events."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_file_is_replaced_whole_and_on_disk_before_it_is_visible(
     monkeypatch.setattr(os, "fsync", fsync)
     files.write_text(path, "afterwards")
     assert seen[0] == (".latest.tmp", "before", len("afterwards"))
-    assert seen[1][:2] == (tmp_path.name, "afterwards"), "and that it is called so"
+    assert seen[1][:2] == (tmp_path.name, "afterwards"), "the directory is synced after the rename"
     assert path.read_text() == "afterwards"
     assert os.listdir(tmp_path) == ["latest"]
 
@@ -222,7 +222,7 @@ def test_events_hold_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @contextmanager
 def no_file_larger_than(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let any file of this process grow beyond, as it refuses a full disk."""
+    """Make the kernel refuse larger files of this process, like on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -237,7 +237,7 @@ def test_events_that_cannot_be_written_are_counted_and_told_of_later(tmp_path: P
     log = EventLog(tmp_path / "events.jsonl")
     log.write(PhaseBegin("rollout", 1))
     size = log.path.stat().st_size
-    for room in (0, 10):  # the second takes a part of a line
+    for room in (0, 10):  # with 10 bytes, a part of a line fits
         with no_file_larger_than(size + room):
             log.write(PhaseBegin("rollout", 2))
     assert log.num_lost == 2

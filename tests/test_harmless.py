@@ -1,4 +1,4 @@
-"""Warnings of other libraries, as they stood in logs of runs: which are set aside, and what stays."""
+"""Warnings of other libraries from logs of real runs: harmless ones are dropped, the rest is kept."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_what_a_user_may_act_on_stays(line: str) -> None:
 
 
 def test_the_line_of_source_below_a_warning_goes_with_it() -> None:
-    seen = [SEEN[0], "  return func(*args, **kwargs)", "  indented, of somebody else", "loss 1.5", SEEN[-1], "  mine"]
-    assert without_harmless(seen) == ["  indented, of somebody else", "loss 1.5", "  mine"]
+    seen = [SEEN[0], "  return func(*args, **kwargs)", "  indented, of another program", "loss 1.5", SEEN[-1], "  mine"]
+    assert without_harmless(seen) == ["  indented, of another program", "loss 1.5", "  mine"]
 
 
 def test_only_the_first_line_of_what_is_said_at_once_counts() -> None:
@@ -84,14 +84,14 @@ def test_without_a_gpu_its_lack_means_nothing() -> None:
 
 
 def test_a_command_shows_no_such_warning_of_its_own_process(capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither one that Python shows, with its line of source code, nor a library's log; all else stays."""
-    shown = warnings.formatwarning(
+    """Drop a Python warning with its line of source code, and a library's log. Keep everything else."""
+    dropped = warnings.formatwarning(
         SEEN[1].partition("UserWarning: ")[2], UserWarning, "megatron/config.py", 7, "warn()"
     )
     kept = warnings.formatwarning("pinned memory needs CUDA", UserWarning, "a.py", 7, "warn()")
     with harmless_dropped():
         handler = logging.StreamHandler()
-        sys.stderr.write(shown)
+        sys.stderr.write(dropped)
         handler.emit(logging.makeLogRecord({"msg": SEEN[3]}))
         sys.stderr.write(kept)
         handler.emit(logging.makeLogRecord({"msg": "it may end: \x1b[0m"}))
@@ -102,7 +102,7 @@ def test_a_command_shows_no_such_warning_of_its_own_process(capsys: pytest.Captu
 @pytest.mark.needs
 @pytest.mark.skipif(harmless._HAS_GPU, reason="there is a GPU")
 def test_a_command_that_loads_megatron_says_nothing_but_its_own(tmp_path: Path) -> None:
-    """As `mrl sft`, `rm` and `dpo` do for the model at the end, `mrl eval` and `mrl export`."""
+    """`mrl eval` and `mrl export` load it, and `mrl sft`, `rm` and `dpo` for the model at the end."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     preset = ROOT / "configs" / "laptop-sft.yaml"

@@ -1,4 +1,4 @@
-"""Names of models: what they mean, where their files are, and what is said where they are not."""
+"""Names of models: their meaning, the place of their files, and the errors if files are missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "maker/tiny"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """What a model's directory holds, with what nobody is to download."""
+    """Directory of a model, including files that must not be downloaded."""
     directory = tmp_path / "made"
     directory.mkdir()
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub, and a machine that may ask nobody."""
+    """Empty cache of the hub, in offline mode."""
     cache = tmp_path / "cache"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -52,7 +52,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The hub's service, with one model."""
+    """Service of the hub with one model."""
     with hub_service({NAME: model}) as service:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "ENDPOINT", service.endpoint)
@@ -126,7 +126,7 @@ def test_a_download_brings_what_is_read_and_is_not_repeated(hub: Hub, cache: Pat
     unread = {"pytorch_model.bin", "README.md", "consolidated.safetensors"}
     assert {file.name for file in directory.iterdir()} == {file.name for file in model.iterdir()} - unread
     assert all((directory / file.name).read_bytes() == file.read_bytes() for file in directory.iterdir())
-    assert any(line.startswith("GET /blobs/") for line in hub.asked), "weights come by a redirect"
+    assert any(line.startswith("GET /blobs/") for line in hub.asked), "weights are served by a redirect"
     hub.asked.clear()
     assert model_directory(NAME, download=True) == model_directory(NAME) == directory
     assert hub.asked == []
@@ -211,7 +211,7 @@ def test_a_node_has_the_drivers_directory_or_its_own_snapshot_of_that_commit(
     hub: Hub, model: Path, cache: Path, tmp_path: Path
 ) -> None:
     elsewhere = make_hub_cache(tmp_path / "driver", NAME, model)
-    assert node_copy(str(elsewhere)) == elsewhere, "a file system that nodes share"
+    assert node_copy(str(elsewhere)) == elsewhere, "nodes share a file system"
     assert node_copy(str(tmp_path / "made")) == tmp_path / "made"
     gone = str(elsewhere)
     (tmp_path / "driver").rename(tmp_path / "away")
@@ -228,12 +228,14 @@ COMMIT = hashlib.sha1(SUMS.encode()).hexdigest()
 
 @pytest.fixture
 def sums(hub: Hub, tmp_path: Path) -> Hub:
-    """The hub with a data set at one commit."""
+    """Service of the hub with a data set at one commit."""
     directory = tmp_path / "sums"
     (directory / "main").mkdir(parents=True)
     (directory / FILE).write_text('{"question": "1+1", "answer": "2"}\n')
     hub.models[SUMS] = directory
-    assert commit_of(SUMS, directory) == COMMIT, "which counts files outside of folders, and there are none"
+    assert commit_of(SUMS, directory) == COMMIT, (
+        "the commit only covers files outside of folders, and this data set has none"
+    )
     return hub
 
 
@@ -262,7 +264,7 @@ def test_a_data_set_that_the_hub_does_not_have(repository: str, revision: str, w
 
 
 def test_a_data_set_without_a_network(sums: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _: None)  # the hub's library waits between its tries
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # the hub's library waits between retries
     sums.is_down = True
     with pytest.raises(DataError, match=f"it cannot be downloaded from {sums.endpoint}"):
         dataset_file(SUMS, COMMIT, FILE)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The installer's module, with a driver that says 580.95.05 and all the room in the world."""
+    """Module of the installer, with a fake driver 580.95.05 and no minimum of disk space."""
     monkeypatch.setattr(sys, "argv", ["install.py", ".venv-cuda"])
     spec = importlib.util.spec_from_file_location("install", ROOT / "launch" / "install.py")
     assert spec is not None
@@ -24,7 +24,7 @@ def installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    say_driver(tmp_path, "580.95.05")
+    fake_driver(tmp_path, "580.95.05")
     monkeypatch.setattr(module, "CUDA_ROOM_GB", 0)
     monkeypatch.setattr(module.sys, "version_info", (3, 12, 1))
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
@@ -34,7 +34,7 @@ def installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def say_driver(directory: Path, version: str) -> None:
+def fake_driver(directory: Path, version: str) -> None:
     program = directory / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho {version}\n")
     program.chmod(0o755)
@@ -47,22 +47,22 @@ def test_a_machine_that_has_everything_lacks_nothing(installer: Any) -> None:
 def test_each_thing_that_lacks_is_named_with_what_helps(
     installer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say_driver(tmp_path, "575.57.08")
+    fake_driver(tmp_path, "575.57.08")
     (tmp_path / "Python.h").unlink()
     monkeypatch.setattr(installer.sys, "version_info", (3, 11, 7))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(installer, "CUDA_ROOM_GB", 10**9)
-    lacks = list(installer.missing_for_cuda(False))
-    assert [lack.partition(",")[0].partition(":")[0] for lack in lacks] == [
+    missing = list(installer.missing_for_cuda(False))
+    assert [item.partition(",")[0].partition(":")[0] for item in missing] == [
         "Python 3.12 on x86_64",
         "an NVIDIA driver 580 or later",
         "a C++20 compiler",
         "Python's headers",
         "disk space",
     ]
-    assert "'575.57.08'" in lacks[1]
-    assert all(". fix: " in lack for lack in lacks)
-    assert list(installer.missing_for_cuda(True)) == [lacks[0], *lacks[2:]]
+    assert "'575.57.08'" in missing[1]
+    assert all(". fix: " in item for item in missing)
+    assert list(installer.missing_for_cuda(True)) == [missing[0], *missing[2:]]
 
 
 def test_nothing_is_made_where_something_lacks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A package of tests that takes longer than it may fails the session that asks for it, and is told in all others."""
+"""A package of tests over its budget fails the session if that is enabled, and is only reported otherwise."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def finished(fails: bool, **seconds: float) -> tuple[Minutes, Any]:
 
 @pytest.mark.parametrize(("fails", "status"), [(True, pytest.ExitCode.TESTS_FAILED), (False, pytest.ExitCode.OK)])
 def test_a_package_over_its_minutes(fails: bool, status: pytest.ExitCode) -> None:
-    minutes, left_with = finished(fails, tests__algos__test_a=59.0, tests__algos__test_b=2.0, tests__test_hub=9.0)
-    (said,) = minutes.over()
-    assert said.startswith("tests/algos takes 1.0 minutes and may take 1 ")
-    assert left_with == status
+    minutes, exit_status = finished(fails, tests__algos__test_a=59.0, tests__algos__test_b=2.0, tests__test_hub=9.0)
+    (line,) = minutes.over()
+    assert line.startswith("tests/algos takes 1.0 minutes and may take 1 ")
+    assert exit_status == status
 
 
 def test_what_has_no_budget_of_its_own_shares_one() -> None:
-    minutes, left_with = finished(True, tests__test_hub=16.0, tests__new__test_a=15.0, tests__algos__test_a=60.0)
-    assert [said.split(" takes")[0] for said in minutes.over()] == ["tests/the rest"]
-    assert left_with == pytest.ExitCode.TESTS_FAILED
+    minutes, exit_status = finished(True, tests__test_hub=16.0, tests__new__test_a=15.0, tests__algos__test_a=60.0)
+    assert [line.split(" takes")[0] for line in minutes.over()] == ["tests/the rest"]
+    assert exit_status == pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.mark.parametrize("besides", [(), ("-n", "2")])

@@ -14,10 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_workflow_runs_what_ci_runs() -> None:
-    wanted = re.search(r"for target in (.*); do", (ROOT / ".ci/run").read_text())
-    assert wanted, "the loop over the targets"
+    targets = re.search(r"for target in (.*); do", (ROOT / ".ci/run").read_text())
+    assert targets, ".ci/run has no loop over the targets"
     job = yaml.safe_load((ROOT / ".github/workflows/ci.yaml").read_text())["jobs"]["make"]
-    assert job["strategy"]["matrix"]["target"] == wanted[1].split()
+    assert job["strategy"]["matrix"]["target"] == targets[1].split()
     assert "make ${{ matrix.target }} </dev/null" in [step.get("run") for step in job["steps"]]
 
 
@@ -34,5 +34,5 @@ def test_a_bug_report_asks_for_what_helps() -> None:
     for template in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yaml"):
         form = yaml.safe_load(template.read_text())
         assert {"name", "description", "body"} <= form.keys(), template.name
-    asked = (ROOT / ".github/ISSUE_TEMPLATE/bug.yaml").read_text()
-    assert [words for words in ("mrl env", "config.yaml", "events.jsonl") if words not in asked] == []
+    form_text = (ROOT / ".github/ISSUE_TEMPLATE/bug.yaml").read_text()
+    assert [words for words in ("mrl env", "config.yaml", "events.jsonl") if words not in form_text] == []

@@ -1,4 +1,4 @@
-"""The seeded faults fit the code as it stands, and the tests that are to notice them are there."""
+"""The seeded faults fit the current code, and the tests that must detect them exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All parts of the sweep together are the sweep, and a case that fails is proven no longer."""
+"""The parts of the sweep cover all its cases, and a failed case loses its record."""
 
 from __future__ import annotations
 

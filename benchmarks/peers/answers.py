@@ -1,4 +1,4 @@
-"""Reads the cases that a benchmark has written, and writes what a peer's functions say of them."""
+"""Read the cases of a benchmark and write the results of a peer's functions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 Function = Callable[[dict[str, Any]], dict[str, Any]]
-"""A case, its arrays as tensors, to outputs by name."""
+"""Function from a case, with its arrays as tensors, to outputs by name."""
 
 
 def answer(functions: Mapping[str, Function], cases_path: str, results_path: str) -> None:
-    """Write every output of every function on every case, under NUMBER/FUNCTION/OUTPUT."""
+    """Write each output of each function on each case, under NUMBER/FUNCTION/OUTPUT."""
     stored = np.load(cases_path, allow_pickle=False)
     results = {}
     for number in range(int(stored["num_cases"])):

@@ -1,7 +1,7 @@
-"""One hop of the padded TensorDict of the field's trainers, producer actor to consumer actor, pickled by Ray.
+"""One hop of a padded TensorDict, as other trainers use it, from a producer to a consumer actor, pickled by Ray.
 
-Answers the same requests as `transfer_queue_hop.py`; a process of its own, so that its objects, twenty times as
-large, do not disturb anybody else's store.
+Answers the same requests as `transfer_queue_hop.py`, in a separate process: its objects are twenty times as large and
+must not disturb the store of another benchmark.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class End:
     """Either end of the hop."""
 
     def make(self, lengths: list[int], prompt_tokens: int) -> int:
-        """The columns of a padded trainer for the same samples, in its types; their bytes."""
+        """Make the columns of a padded trainer for the same samples, in its types. Return their bytes."""
         count, width = len(lengths), prompt_tokens + MAX_RESPONSE_TOKENS
         whole, response = (count, width), (count, MAX_RESPONSE_TOKENS)
         self.rows = TensorDict(
@@ -41,11 +41,11 @@ class End:
         return sum(int(column.nbytes) for column in self.rows.values())
 
     def produce(self) -> TensorDict:
-        """Hand over the rows."""
+        """Return the rows."""
         return self.rows
 
     def consume(self, rows: TensorDict) -> float:
-        """Touch every response token and log-prob."""
+        """Read every response token and log-prob."""
         return sum(float(rows[name].sum()) for name in ("responses", "rollout_log_probs"))
 
 

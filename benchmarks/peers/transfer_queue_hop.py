@@ -1,4 +1,4 @@
-"""One hop through TransferQueue's SimpleStorage, producer actor to consumer actor; run by an interpreter that has it.
+"""One hop through TransferQueue's SimpleStorage, from a producer to a consumer actor, in a Python with TransferQueue.
 
 Reads one JSON request per line on standard input and answers each with one JSON line:
 `{"lengths": [...], "prompt_tokens": n}` makes the rows, `{"hop": true}` times one hop.
@@ -20,14 +20,14 @@ FIELDS = ["prompts", "responses", "response_mask", "rollout_log_probs", "scores"
 
 
 class End:
-    """One end of the hop, in a process of its own."""
+    """One end of the hop, in a separate process."""
 
     def __init__(self) -> None:
         transfer_queue.init()
         self.rows = TensorDict({}, batch_size=[0])
 
     def make(self, lengths: list[int], prompt_tokens: int) -> int:
-        """The rows, as jagged columns: the form that serves this peer best."""
+        """Make the rows as jagged columns, the fastest form for this peer."""
         count, total = len(lengths), sum(lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)
         prompts = torch.arange(count + 1) * prompt_tokens
@@ -50,14 +50,14 @@ class End:
         transfer_queue.get_client().put(data=self.rows, partition_id=partition)
 
     def consume(self, partition: str, count: int) -> float:
-        """Get the rows and touch every token and log-prob."""
+        """Get the rows and read every token and log-prob."""
         client = transfer_queue.get_client()
         meta = client.get_meta(data_fields=FIELDS, batch_size=count, partition_id=partition, task_name="consume")
         rows = client.get_data(meta)
         return sum(float(rows[name].values().sum()) for name in ("responses", "rollout_log_probs"))
 
     def clear(self, partition: str) -> None:
-        """Forget the rows, outside of what is timed."""
+        """Clear the rows. This is not timed."""
         transfer_queue.get_client().clear_partition(partition_id=partition)
 
 

@@ -33,7 +33,7 @@ REPORTS = {
     "margin": "margin",
     "mean_reward": "score",
 }
-"""TRL's name -> mrl's."""
+"""mrl's name for each name of TRL."""
 
 
 def trainer(kind: type, **attributes: Any) -> Any:
@@ -57,12 +57,12 @@ def outputs(loss: torch.Tensor, of: torch.Tensor, metrics: dict[str, Any]) -> di
 
 
 def of_whole_rows(mask: torch.Tensor) -> torch.Tensor:
-    """The mask of responses behind a prompt of one token."""
+    """Return the mask of responses after a prompt of one token."""
     return pad(mask, (1, 0)).long()
 
 
 def fused_head(log_probs: torch.Tensor) -> Any:
-    """A model that answers as one with TRL's fused head: 0 where no label is."""
+    """A model that answers like one with TRL's fused head: 0 at positions without a label."""
 
     def model(labels: torch.Tensor, **_: Any) -> SimpleNamespace:
         shown = log_probs.masked_fill(labels[:, 1:] == IGNORED, 0.0)
@@ -73,7 +73,7 @@ def fused_head(log_probs: torch.Tensor) -> Any:
 
 
 def dpo_part(case: Case, log_probs: torch.Tensor, rows: list[int], losses: dict[str, float]) -> tuple[Any, Any]:
-    """The loss of these rows, of which the first half was chosen, and what is reported."""
+    """Return the loss of these rows, the first half of which was chosen, and the metrics."""
     mask = of_whole_rows(case["mask"][rows])
     made = trainer(
         DPOTrainer,
@@ -114,9 +114,9 @@ def a_pair_at_a_time(loss_type: str) -> Function:
 
 
 def two_tokens(log_probs: torch.Tensor) -> torch.Tensor:
-    """Logits of a vocabulary of two whose first token has just these log-probs, of which gradients pass as well."""
+    """Return logits for a vocabulary of two, whose first token has these log-probs. Gradients pass through."""
     logits = torch.stack([log_probs, torch.log(-torch.expm1(log_probs))], -1)
-    return pad(logits, (0, 0, 0, 1))  # the last token predicts none
+    return pad(logits, (0, 0, 0, 1))  # the last token predicts nothing
 
 
 def batch_of(mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -124,12 +124,12 @@ def batch_of(mask: torch.Tensor) -> dict[str, torch.Tensor]:
     for name, rows in zip(("chosen", "rejected"), of_whole_rows(mask).chunk(2), strict=True):
         batch[f"{name}_input_ids"] = torch.zeros_like(rows)
         batch[f"{name}_labels"] = torch.where(rows == 1, 0, IGNORED)
-        batch[f"{name}_attention_mask"] = pad(rows[:, 1:], (1, 0), value=1)  # ORPO's likelihood knows no other mask
+        batch[f"{name}_attention_mask"] = pad(rows[:, 1:], (1, 0), value=1)  # ORPO's likelihood has no other mask
     return batch
 
 
 def odds(kind: type, reports: tuple[str, ...] = tuple(REPORTS), **settings: Any) -> Function:
-    """A loss without a reference; a setting is a name of the case's, or the value."""
+    """A loss without a reference. A setting is a name in the case, or the value."""
 
     def run(case: Case) -> dict[str, Any]:
         log_probs = case["log_probs"].clone().requires_grad_()
@@ -203,7 +203,7 @@ FUNCTIONS = {
     "cpo ipo of sums": ipo_of_sums,
     "cpo simpo": cpo("simpo", simpo_gamma="gamma"),
     "cpo simpo, smoothed": cpo("simpo", simpo_gamma="gamma", label_smoothing="smoothing"),
-    # Its float32 leaves a small margin less than the tolerance.
+    # TRL computes it in float32, which leaves a small margin below the tolerance.
     "orpo": odds(ORPOTrainer, reports=("rewards/chosen", "rewards/rejected", "rewards/accuracies")),
     "reward": reward(),
     "reward, margin": reward(margin=True),

@@ -1,4 +1,4 @@
-"""An agent of the package `openai-agents`, written without mrl in mind: its runner, its function tool, its own history.
+"""An agent of the package `openai-agents`, independent of mrl: its runner, its function tool, its own history.
 
 python framework_agent.py [well|streams|hands over|talks]
 """
@@ -30,7 +30,7 @@ async def main() -> None:
     """Have the framework run its loop until the model calls nothing."""
     agents.set_tracing_disabled(True)
     first = agent("librarian", tools=[agents.function_tool(look)])
-    if HOW == "talks":  # to a model that may say nothing, after which the framework would ask again and again
+    if HOW == "talks":  # the model may write nothing, and the framework would then ask again and again
         with contextlib.suppress(agents.MaxTurnsExceeded):
             await agents.Runner.run(agent("talker"), QUESTION, max_turns=1)
         return

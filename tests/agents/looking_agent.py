@@ -52,7 +52,7 @@ def leave_daemon() -> None:
 
 
 def main() -> None:
-    """Look up until the model says something."""
+    """Look up until the model answers in text."""
     if HOW == "fails":
         sys.exit("there is no shelf")
     client = openai.OpenAI(max_retries=0)
@@ -70,8 +70,8 @@ def main() -> None:
                 delta = piece.choices[0].delta
                 message["content"] += delta.content or ""
                 message["tool_calls"] += [
-                    {"id": each.id, "type": "function", "function": each.function.model_dump()}
-                    for each in delta.tool_calls or ()
+                    {"id": tool_call.id, "type": "function", "function": tool_call.function.model_dump()}
+                    for tool_call in delta.tool_calls or ()
                 ]
         else:
             answer = client.chat.completions.create(
@@ -87,13 +87,13 @@ def main() -> None:
             return
         for call in calls:
             key = json.loads(call["function"]["arguments"])["key"]
-            found = TASK["extra_info"]["facts"].get(key, "nothing")
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": found})
+            fact = TASK["extra_info"]["facts"].get(key, "nothing")
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": fact})
         if HOW == "rewrites":
             messages[0] = {"role": "developer", "content": "Look it up."}
             messages[1:1] = [{"role": "user", "content": TASK["messages"][0]["content"]}] if len(messages) == 3 else []
         if HOW == "delegates" and calls:
-            messages[-1]["content"] += "\n" + (said(client, f"Is {found} an ocean?") or "")
+            messages[-1]["content"] += "\n" + (said(client, f"Is {fact} an ocean?") or "")
         if HOW == "other tools":
             tools = [TOOL, TOOL | {"function": TOOL["function"] | {"name": "ask"}}]
         if HOW == "forever":

@@ -1,4 +1,4 @@
-"""A format as a user writes one."""
+"""A format as a user would write it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mrl.agents.formats import Format
 
 
 class Brackets(Format):
-    """`[[tool: argument]]`."""
+    """Reads calls of the form `[[tool: argument]]`."""
 
     stops = ("]]",)
 

@@ -26,12 +26,12 @@ Script = Callable[[str], str]
 
 
 def call(key: str) -> str:
-    """The text of a call, as Qwen writes it."""
+    """Return the text of a call in Qwen's format."""
     return f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': {'key': key}})}\n</tool_call><|im_end|>"
 
 
 class Stage:
-    """Conversations of one rollout."""
+    """The conversations of one rollout."""
 
     def __init__(self, directory: Path, script: Script, world: str = "Facts", **settings: Any) -> None:
         options, max_prompt_tokens = settings.pop("options", {}), settings.pop("max_prompt_tokens", 400)
@@ -84,7 +84,7 @@ class Stage:
         )
 
     def run(self, *openings: Opening) -> list[Dialog]:
-        """The dialogs, in the order in which they end."""
+        """Return the dialogs in the order in which they end."""
         self.dialogs.begin(openings)
         ended = []
         for generated in self._generate():

@@ -1,4 +1,4 @@
-"""A model that searches in each of its turns, and a reward for the passages it finds."""
+"""A model that searches in each turn, and a reward for the passages it finds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ READ = '<information>Doc 1(Title: "Ada") She wrote notes.</information>'
 
 
 class Searching(SearchR1Tags):
-    """In turn `KILLS_IN_TURN` the retriever, the process `RETRIEVER`, dies just before it would be asked."""
+    """Kills the retriever, the process `RETRIEVER`, just before the request of turn `KILLS_IN_TURN`."""
 
-    stops = ("\ufffd", *map(chr, range(128)))  # whatever it writes ends its turn, which would be cut off otherwise
+    stops = ("\ufffd", *map(chr, range(128)))  # any text ends its turn; otherwise the turn would be cut off
 
     def __init__(self) -> None:
         self._num_turns, self._kills_in_turn = 0, int(os.environ["KILLS_IN_TURN"])
@@ -29,7 +29,7 @@ class Searching(SearchR1Tags):
 
 
 class Hesitating(Searching):
-    """From then on every other turn answers: not every conversation needs a retriever."""
+    """Answer in every other turn after the kill, so that not every conversation needs a retriever."""
 
     def parse(self, text: str) -> list[ToolCall]:
         calls = super().parse(text)
@@ -38,5 +38,5 @@ class Hesitating(Searching):
 
 
 def everything_is_found(sample: Sample) -> float:
-    """1 where each search was answered by its passage, 0 where one was answered by anything else."""
+    """Return 1 if each search returned its passage, and 0 otherwise."""
     return float(all(READ in turn for turn in sample.turns[1::2]))

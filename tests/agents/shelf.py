@@ -1,4 +1,4 @@
-"""A tool that agents of other frameworks have as well."""
+"""A tool that agents of other frameworks also have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in environments in their real processes: what comes back through the pipe, and how they fail."""
+"""The built-in environments in real processes: their answers through the pipe, and their failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def config(**environments: EnvironmentConfig) -> AgentConfig:
 
 
 class Talk:
-    """Conversations with the environments of one configuration, by number."""
+    """Conversations by number with the environments of one configuration."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._client: EnvironmentClient[int] = EnvironmentClient(environment_pool(config), lambda event: None)
@@ -54,7 +54,7 @@ class Talk:
         return self._answers(num)
 
     def step(self, calls: Sequence[ToolCall]) -> list[Any]:
-        """Have all of them make these calls."""
+        """Make these calls in all conversations."""
         turn = Turn(number=0, text="", calls=calls, ended="stop", left_turns=2, left_tokens=99)
         for one, ticket in self._tickets.items():
             self._client.step(ticket, one, turn)
@@ -119,12 +119,12 @@ def test_a_retriever_that_is_down_or_goes_down_is_a_failure_that_says_so(retriev
         assert f"{retriever.url} gave no answer in 2 attempts" in failed.detail
     options["url"] = "http://127.0.0.1:9/retrieve"
     with Talk(config(nq=EnvironmentConfig(name="search_r1", options=options, format="search_r1"))) as talk:
-        (failed,) = talk.begin("nq", 1)  # which is what `mrl check` tells
+        (failed,) = talk.begin("nq", 1)  # `mrl check` reports this
         assert failed.detail.startswith("search: http://127.0.0.1:9/retrieve gave no answer in 2 attempts")
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         (EnvironmentConfig(tools={"s": ToolConfig(name="search")}), "tool s: the tool needs the option url"),
         (EnvironmentConfig(tools={"c": ToolConfig(name="calcolator")}), 'did you mean "calculator"'),
@@ -133,7 +133,9 @@ def test_a_retriever_that_is_down_or_goes_down_is_a_failure_that_says_so(retriev
         (EnvironmentConfig(name="search_r1", options={"url": "localhost"}), "'localhost' is not an address"),
     ],
 )
-def test_a_wrong_environment_is_known_before_there_is_a_conversation(environment: EnvironmentConfig, said: str) -> None:
+def test_a_wrong_environment_is_known_before_there_is_a_conversation(
+    environment: EnvironmentConfig, message: str
+) -> None:
     with pytest.raises(RewardError) as caught:
         environment_pool(config(wrong=environment))
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Arithmetic is exact, always ends soon, and names the part that it cannot read."""
+"""Arithmetic is exact, always ends quickly, and names the part that it cannot parse."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_values(expression: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "message"),
     [
         ("", "something is missing after ''"),
         ("(1", "something is missing after '(1'"),
@@ -61,8 +61,8 @@ def test_values(expression: str, value: str) -> None:
         ("1" * 1001, "1001 characters; at most 1000"),
     ],
 )
-def test_what_cannot_be_computed_is_said(expression: str, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+def test_what_cannot_be_computed_is_said(expression: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         calculator(expression)
     assert type(caught.value) is ValueError  # the message that the model reads
 

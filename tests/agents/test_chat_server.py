@@ -1,4 +1,4 @@
-"""The server of programs: who may ask, and what is refused."""
+"""The chat server for programs: access, and refused requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mrl.agents.chat_server import MAX_REQUEST_BYTES, ChatServer, Session
 
 
 async def post(address: str, path: str, body: bytes, key: str = "", head: str = "") -> tuple[int, dict[str, Any]]:
-    """The status and the body of an answer."""
+    """Return status and body of an answer."""
     host, _, rest = address.removeprefix("http://").partition("/")
     reader, writer = await asyncio.open_connection(*host.split(":"))
     head = head or f"POST /{rest}{path} HTTP/1.1\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(body)}"
@@ -45,7 +45,7 @@ def test_nobody_asks_without_address_and_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "said"),
+    ("path", "body", "status", "message"),
     [
         ("/responses", b"{}", 404, "use POST chat/completions, POST score or GET models, not POST responses"),
         ("/chat/completions", b"[1]", 400, "not an object"),
@@ -58,11 +58,11 @@ def test_nobody_asks_without_address_and_key() -> None:
         ("/score", b'{"score": 1, "parts": [1]}', 400, "a score must be"),
     ],
 )
-def test_what_is_no_request_is_told_so(path: str, body: bytes, status: int, said: str) -> None:
+def test_what_is_no_request_is_told_so(path: str, body: bytes, status: int, message: str) -> None:
     async def act(session: Session, address: str) -> None:
         answered, content = await post(address, path, body, session.key)
         assert answered == status
-        assert said in content["error"]["message"]
+        assert message in content["error"]["message"]
 
     served(act)
 
@@ -79,7 +79,7 @@ def test_there_is_one_model() -> None:
     async def act(session: Session, address: str) -> None:
         head = f"GET {address[address.index('/c/') :]}/models HTTP/1.1\r\nAuthorization: Bearer {session.key}"
         status, body = await post(address, "", b"", head=head)
-        assert (status, [each["id"] for each in body["data"]]) == (200, ["policy"])
+        assert (status, [model["id"] for model in body["data"]]) == (200, ["policy"])
 
     served(act)
 
@@ -121,7 +121,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments":
 
 
 @pytest.mark.parametrize(
-    ("changed", "status", "said"),
+    ("changed", "status", "message"),
     [
         ({"model": "gpt-4o"}, 404, 'the model "gpt-4o" does not exist: the trained model is "policy" or "mine"'),
         ({"model": ["policy"]}, 400, '"model" is a list, but must be text: "policy" or "mine"'),
@@ -148,7 +148,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments":
     ],
 )
 def test_what_openai_would_refuse_is_refused_and_reaches_no_conversation(
-    changed: dict[str, Any], status: int, said: str
+    changed: dict[str, Any], status: int, message: str
 ) -> None:
     async def act() -> None:
         session, address = await ChatServer().open(("policy", "mine"))
@@ -157,7 +157,7 @@ def test_what_openai_would_refuse_is_refused_and_reaches_no_conversation(
             post(address, "/chat/completions", json.dumps(body).encode(), session.key), 5
         )
         assert answered == status
-        assert said in content["error"]["message"]
+        assert message in content["error"]["message"]
         assert content["error"]["code"] == ("model_not_found" if status == 404 else None)
         assert session.requests.empty()
 

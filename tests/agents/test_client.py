@@ -1,4 +1,4 @@
-"""Questions to environments and their answers: each question gets one answer, even if a process dies."""
+"""Questions to environments: each question gets one answer, even if a process dies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FACTS = {"a": "b"}
 
 
 class Asked:
-    """Environments that share one process, each asked under a name."""
+    """Environments that share one process, each with a name."""
 
     def __init__(self, directory: Path) -> None:
         world = EnvironmentConfig(name="tests.agents.worlds:Troubled", options={"directory": str(directory)})
@@ -30,9 +30,11 @@ class Asked:
 
     def begin(self, *names: str) -> None:
         for name in names:
-            told = {"facts": FACTS, "trouble": name}
-            said = [{"role": "user", "content": "What is a?"}]
-            task = Task(messages=said, ground_truth="b", data_source="", extra_info=told, uid=name, sample=0, seed=0)
+            extra_info = {"facts": FACTS, "trouble": name}
+            messages = [{"role": "user", "content": "What is a?"}]
+            task = Task(
+                messages=messages, ground_truth="b", data_source="", extra_info=extra_info, uid=name, sample=0, seed=0
+            )
             self.tickets[name] = self.client.begin(name, "world", task)
 
     def step(self, name: str, number: int) -> None:

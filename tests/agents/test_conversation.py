@@ -1,4 +1,4 @@
-"""A conversation only grows, and every token in it knows who wrote it."""
+"""A conversation only grows, and records the author of every token."""
 
 from __future__ import annotations
 

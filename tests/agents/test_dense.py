@@ -56,8 +56,8 @@ def test_a_device_that_is_not_there_is_a_message(encoder: Path, device: str, mon
 def test_passages_are_ranked_by_the_inner_product_of_unit_vectors(encoder: Path) -> None:
     index = DenseIndex(encoder, TEXTS)
     queries = ["who wrote notes?", "city"]
-    found = index.find(queries, 2)
-    for query, ranked in zip(queries, found, strict=True):
+    passages = index.find(queries, 2)
+    for query, ranked in zip(queries, passages, strict=True):
         scores = [vector(encoder, f"query: {query}") @ vector(encoder, f"passage: {text}") for text in TEXTS]
         best = sorted(range(3), key=lambda place: -scores[place])[:2]
         assert [place for place, _ in ranked] == best

@@ -1,4 +1,4 @@
-"""Tasks and answers of an environment cross processes unchanged, or are refused where they are created."""
+"""Tasks and answers of an environment cross processes unchanged, or raise an error when they are created."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_crosses_is_checked_again_where_it_arrives() -> None:
 
 
 class Echo(Environment):
-    """The least that a user writes."""
+    """The smallest environment that a user can write."""
 
     def step(self, turn: Turn) -> Observation | Done:
         return Done(score=1.0) if "bye" in turn.text else Observation(text=turn.text)

@@ -1,4 +1,4 @@
-"""Golden texts of each format, whole, cut and damaged: what is called, what is a problem, and how results go back."""
+"""Golden texts of each format, whole, cut and damaged: the parsed calls, the problems, and the text of results."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_half_a_call_is_never_executed_wherever_the_text_is_cut(
 ) -> None:
     form = load_format(name)
     for end in range(len(text)):
-        found = executable(calls_of(form, text[:end], "stop"))
-        assert found == expected[: len(found)], text[:end]
+        executed = executable(calls_of(form, text[:end], "stop"))
+        assert executed == expected[: len(executed)], text[:end]
         calls = calls_of(form, text[:end], "length")
         assert executable(calls) == []
         assert {call.problem for call in calls} <= {CUT_OFF}
@@ -181,8 +181,8 @@ def test_no_text_is_an_error(name: str, data: st.DataObject) -> None:
 def test_results_go_back_as_messages_of_the_tools_and_one_of_the_user() -> None:
     calls = [ToolCall(name="add", arguments={}), ToolCall(name="", problem="bad")]
     for name in ("hermes", "llama3_json"):
-        said = answer_of(load_format(name), calls, Observation(results=["3", "bad"], text="Two turns are left."))
-        assert said == [
+        messages = answer_of(load_format(name), calls, Observation(results=["3", "bad"], text="Two turns are left."))
+        assert messages == [
             {"role": "tool", "name": "add", "content": "3"},
             {"role": "tool", "name": "", "content": "bad"},
             {"role": "user", "content": "Two turns are left."},
@@ -194,10 +194,10 @@ def test_results_go_back_as_messages_of_the_tools_and_one_of_the_user() -> None:
 
 def test_search_r1_reads_what_its_authors_show_byte_for_byte() -> None:
     form = load_format("search_r1")
-    found = search_r1_documents(['"Peking"\nPeking is a city.\nIt is old.', '"Rome"', ""])
-    assert found == 'Doc 1(Title: "Peking") Peking is a city.\nIt is old.\nDoc 2(Title: "Rome") \nDoc 3(Title: ) \n'
-    said = answer_of(form, calls_of(form, "<search> q </search>", "stop"), Observation(results=[found]))
-    assert said == (
+    documents = search_r1_documents(['"Peking"\nPeking is a city.\nIt is old.', '"Rome"', ""])
+    assert documents == 'Doc 1(Title: "Peking") Peking is a city.\nIt is old.\nDoc 2(Title: "Rome") \nDoc 3(Title: ) \n'
+    messages = answer_of(form, calls_of(form, "<search> q </search>", "stop"), Observation(results=[documents]))
+    assert messages == (
         '\n\n<information>Doc 1(Title: "Peking") Peking is a city.\nIt is old.\nDoc 2(Title: "Rome") \n'
         "Doc 3(Title: )</information>\n\n"
     )

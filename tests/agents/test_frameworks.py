@@ -1,4 +1,4 @@
-"""An agent framework from the package index at the endpoint: its conversations are those of an environment."""
+"""An agent framework from the package index uses the endpoint. Its conversations equal those of an environment."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def spoken(tmp_path: Path) -> Iterator[Spoken]:
         return made[-1], dialog
 
     yield speak
-    for each in made:
-        each.stack.close()
+    for new_stage in made:
+        new_stage.stack.close()
 
 
 def twice(context: str) -> str:
-    """Look up both in one turn, then say what came of it."""
+    """Look up both keys in one turn, then answer with the results."""
     if "ocean" in context:
         return "ocean<|im_end|>"
     return call("a").removesuffix("<|im_end|>") + "\n" + call("b")

@@ -26,7 +26,7 @@ FACTS = {"a": "b", "b": "ocean"}
 
 
 def two_hops(context: str) -> str:
-    """Look up a, then what a says, then say what that says; the second sample of a prompt gives up."""
+    """Look up a, then its value, then answer with that. The second sample of a prompt gives up."""
     if "ocean" in context:
         return "ocean<|im_end|>"
     return call("b") if "\nb\n" in context else call("a")
@@ -47,7 +47,7 @@ class Engines:
 
 
 class Trainer:
-    """A generator over a stage."""
+    """A generator whose engine is a stage."""
 
     def __init__(self, directory: Path, world: str = "Facts", rewards: Rewards | None = None, **settings: Any) -> None:
         self.stage = Stage(directory, two_hops, world, **settings)
@@ -60,7 +60,7 @@ class Trainer:
         self.generator = Generator(*arguments, self.stage.dialogs)
 
     def batch(self, *extra_infos: dict[str, Any]) -> DataProto:
-        """A prompt for each, of one sample, all of one group."""
+        """Return a prompt with one sample for each opening, all in one group."""
         openings = [self.stage.opening(row) for row in range(len(extra_infos))]
         return DataProto.from_dict(
             {"prompts": from_rows([torch.tensor(each.prompt_ids) for each in openings])},
@@ -88,8 +88,8 @@ def made(tmp_path: Path) -> Iterator[Any]:
         return trainers[-1]
 
     yield make
-    for each in trainers:
-        each.stage.stack.close()
+    for trainer in trainers:
+        trainer.stage.stack.close()
 
 
 def test_the_columns_say_who_wrote_what(made: Any) -> None:

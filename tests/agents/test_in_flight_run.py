@@ -1,4 +1,4 @@
-"""Conversations in progress while weights arrive: each continues, and the run can be repeated bit for bit."""
+"""New weights arrive during conversations: each conversation continues, and the run is reproducible bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations from the prompt to their end, with real environment processes: who writes what, and what goes wrong."""
+"""Conversations from prompt to end with real environment processes: the author of each token, and failures."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def stage(tmp_path: Path) -> Iterator[Made]:
         return made[-1]
 
     yield make
-    for each in made:
-        each.stack.close()
+    for new_stage in made:
+        new_stage.stack.close()
 
 
 def two_hops(context: str) -> str:
-    """Look up a, then what a says, then say what that says."""
+    """Look up a, then its value, then answer with that."""
     if "ocean" in context:
         return "ocean<|im_end|>"
     return call("b") if "\nb\n" in context else call("a")
@@ -74,7 +74,7 @@ def test_a_turn_is_asked_of_the_replica_of_the_last_with_the_texts_that_end_it(s
 
 
 def test_each_token_is_of_the_weights_that_drew_it(stage: Made) -> None:
-    """Newer weights arrive at the third token of the second turn; tokens that no engine drew have no version."""
+    """Newer weights arrive at the third token of the second turn. Tokens that no engine sampled have no version."""
     on = stage(two_hops)
     written = on._written
 
@@ -102,7 +102,7 @@ def test_scores_of_turns_add_up_without_those_of_an_attempt_that_failed(stage: M
 
 
 def test_nobody_waits_for_anybody_else(stage: Made) -> None:
-    """Eight conversations of two answers of half a second each, in two processes: no turn waits for all others."""
+    """Eight conversations in two processes, with two answers of 0.5 s each: no turn waits for all of them."""
     on = stage(two_hops, options={"delay_s": 0.5})
     on.run(on.opening(99, "ocean", facts=FACTS))
     began = time.monotonic()
@@ -136,7 +136,7 @@ def test_an_answer_that_is_cut_off_ends_by_length(stage: Made) -> None:
 
 
 def test_a_turn_that_only_its_own_limit_cuts_off_is_answered(stage: Made) -> None:
-    """Its end token, which the model did not write, belongs to the answer."""
+    """The turn's end token, which the model did not write, belongs to the environment's answer."""
     on = stage(lambda context: "ocean<|im_end|>" if "tool_response" in context else call("a"), max_turn_tokens=12)
     (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
     conversation = dialog.ended_conversation
@@ -228,7 +228,7 @@ def test_what_fails_once_is_begun_again_with_the_same_seeds(stage: Made, tmp_pat
 
 
 def test_an_environment_may_be_lost_while_its_turn_is_being_written(stage: Made, tmp_path: Path) -> None:
-    """Another conversation kills the process that they share, and an engine writes for longer than that takes."""
+    """Another conversation kills the shared process while an engine is still writing."""
     on = stage(two_hops, "Troubled", num_workers=1, options={"directory": str(tmp_path), "once": True})
     held: list[Any] = []
     take = on.dialogs.take

@@ -1,5 +1,4 @@
-"""Agents that are independent of mrl, through OpenAI's own client: what they can do with a conversation, and what
-not."""
+"""Agents independent of mrl, with OpenAI's client: supported and unsupported uses of a conversation."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def spoken(tmp_path: Path) -> Iterator[Spoken]:
         return made[-1], dialog
 
     yield speak
-    for each in made:
-        each.stack.close()
+    for new_stage in made:
+        new_stage.stack.close()
 
 
 @pytest.mark.parametrize("how", ["well", "streams"])
@@ -66,7 +65,7 @@ def doubts(context: str) -> str:
 
 
 def check_segments(stage: Stage, dialog: Dialog, *texts: list[str]) -> None:
-    """See that each segment is what the engine read and wrote, token for token, and that nothing else is trained on."""
+    """Check that each segment equals the engine's input and output tokens, and that nothing else is trained on."""
     assert dialog.failure is None
     turns = [(at, *turn) for at, turn in zip(dialog.writers, stage.spoken, strict=True)]
     for number, (segment, wanted) in enumerate(zip(dialog.segments, texts, strict=True)):
@@ -96,7 +95,7 @@ def test_history_that_is_rewritten_begins_a_segment(spoken: Spoken) -> None:
 
 
 def test_other_tools_begin_a_segment_that_says_so(spoken: Spoken) -> None:
-    """In the old one the model would never read of them."""
+    """In the old context the model would never read about them."""
     stage, dialog = spoken("other tools")
     check_segments(stage, dialog, [call("a")], [call("b"), "ocean<|im_end|>"])
     offered = ['"name": "ask"' in stage.tokenizer.decode(segment.prompt_ids.tolist()) for segment in dialog.segments]
@@ -143,7 +142,7 @@ def test_a_call_that_cannot_be_read_is_text_to_the_program(spoken: Spoken) -> No
 
 
 def test_a_daemon_that_a_program_leaves_behind_ends_with_it(spoken: Spoken, tmp_path: Path) -> None:
-    """It holds the program's stderr, whose end would else be waited for until the time of the answer is up."""
+    """It holds the program's stderr. Waiting for the end of stderr would take until the time limit of the answer."""
     began = time.monotonic()
     _, dialog = spoken("leaves a daemon", limit_s=30.0)
     assert dialog.failure is None
@@ -212,7 +211,7 @@ def result(of: str) -> dict[str, Any]:
 def test_what_follows_a_turn_goes_on_with_it_only_if_it_is_its_answer(
     written: dict[str, Any], repeated: dict[str, Any], added: list[dict[str, Any]], goes_on: bool
 ) -> None:
-    """Results in another order would be read as those of other calls, and a changed turn as what the model wrote."""
+    """Results in another order would belong to other calls, and a changed turn would count as written by the model."""
     segment = _Segment([ASKED], [], written)
     assert segment.added([ASKED, repeated, *added], []) == (added if goes_on else [])
     assert segment.added([ASKED | {"content": "c?"}, repeated, *added], []) == []

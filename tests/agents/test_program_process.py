@@ -1,5 +1,4 @@
-"""Programs and the processes that they leave behind, next to each other in one process that adopts orphans, as in
-workers."""
+"""Programs and their leftover processes, side by side in one process that adopts orphans, like in workers."""
 
 from __future__ import annotations
 
@@ -29,16 +28,16 @@ async def main():
         await asyncio.sleep(0.01)
     began = time.monotonic()
     program = await start("mine", ENDS)
-    status, said = await program.ended
-    assert time.monotonic() - began < 10, "it waits for who holds its stderr"
-    pids, words = said.splitlines()
+    status, stderr = await program.ended
+    assert time.monotonic() - began < 10, "it waits for a process that holds its stderr"
+    pids, words = stderr.splitlines()
     assert (status, words) == (3, "last words")
     assert not [pid for pid in pids.split() if lives(pid)]
     theirs = [child for child in Path("/proc/self/task").glob("*/children") for child in child.read_text().split()]
     assert theirs, "the other continues"
     await other.close()
     assert (await other.ended)[0] == -9
-    left = [each for each in Path("/proc/self/task").glob("*/children") if each.read_text().split()]
+    left = [file for file in Path("/proc/self/task").glob("*/children") if file.read_text().split()]
     assert not left, "no process remains, running or ended"
 
 asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Programs of a model: what they print, how they end, and what they cannot reach."""
+"""Programs of a model: their output, their exit, and the resources that they cannot reach."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_a_program_is_answered_by_what_it_prints() -> None:
 def test_an_error_is_the_programs_own_and_names_nothing_of_this_machine() -> None:
     with pytest.raises(ValueError, match="exit status 1") as caught:
         run("print('so far')\n\ndef half(x):\n    return x / 0\n\nhalf(1)")
-    said = str(caught.value)
-    assert said.startswith("exit status 1\nso far\nTraceback")
-    assert "line 4, in half\n    return x / 0" in said
-    assert said.endswith("ZeroDivisionError: division by zero")
-    assert "contained.py" not in said
+    message = str(caught.value)
+    assert message.startswith("exit status 1\nso far\nTraceback")
+    assert "line 4, in half\n    return x / 0" in message
+    assert message.endswith("ZeroDivisionError: division by zero")
+    assert "contained.py" not in message
 
 
 def test_what_is_no_program_is_told_where() -> None:
@@ -38,7 +38,7 @@ def test_what_is_no_program_is_told_where() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("while True: pass", "it took more time than 0.5 s"),
         ("print('a' * 2_000)", "it took more output than 1000 bytes"),
@@ -49,8 +49,8 @@ def test_what_is_no_program_is_told_where() -> None:
         ("import sys\nsys.exit(3)", "exit status 3"),
     ],
 )
-def test_what_a_program_may_not_is_told_the_model(code: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_a_program_may_not_is_told_the_model(code: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         run(code, limit_s=0.5, output_bytes=1000, memory_bytes=256 << 20)
 
 

@@ -28,7 +28,7 @@ NUM_CONVERSATIONS, NUM_TURNS, TURN_TOKENS = 6, 3, 12
 
 
 class Talks:
-    """Conversations of three turns; what is answered follows from what was written."""
+    """Conversations of three turns. Each answer depends on the text before it."""
 
     def __init__(self) -> None:
         self.conversations = {}
@@ -62,7 +62,7 @@ class Talks:
         self.ready.append(replace(conversation.request(TURN_TOKENS), home=sample.replica))
 
     def said(self) -> dict[str, tuple[list[int], bytes, list[bool]]]:
-        """Ids, the bits of log-probs, and masks."""
+        """Return ids, the bits of log-probs, and masks."""
         assert all(each.ended for each in self.conversations.values())
         return {
             key: (each.response_ids.tolist(), each.log_probs.tobytes(), each.mask.tolist())

@@ -1,4 +1,4 @@
-"""Searches over real connections: the retriever's protocol, its client's patience, and Search-R1 between them."""
+"""Searches over real connections: the retriever's protocol, its client's retries, and Search-R1 on top."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def retriever() -> Iterator[Retriever]:
 
 
 class Moody(BaseHTTPRequestHandler):
-    """Answers by `script`, one entry per request; afterwards correctly, with the query as the passage."""
+    """Answers by `script`, one entry per request, and then correctly with the query as the passage."""
 
     script: list[Any]
     asked: list[dict[str, Any]]
@@ -49,11 +49,11 @@ class Moody(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(asked)
-        found: Any = {"result": [[{"document": {"contents": f"t\n{query}"}}] for query in asked["queries"]]}
-        mood = self.script.pop(0) if self.script else found
+        answer: Any = {"result": [[{"document": {"contents": f"t\n{query}"}}] for query in asked["queries"]]}
+        mood = self.script.pop(0) if self.script else answer
         if isinstance(mood, float):
             time.sleep(mood)
-            mood = found
+            mood = answer
         status, body = (mood, b"") if isinstance(mood, int) else (200, json.dumps(mood).encode())
         self.send_response(status)
         if status == 302:
@@ -88,17 +88,17 @@ def post(url: str, body: Any) -> tuple[int, Any]:
 
 def test_passages_are_ranked_as_bm25_says() -> None:
     index = Bm25(TEXTS)
-    (found,) = index.find(["city of Italy"], 9)
-    assert [place for place, _ in found] == [1, 2, 3]
+    (passages,) = index.find(["city of Italy"], 9)
+    assert [place for place, _ in passages] == [1, 2, 3]
     # log(1 + 2.5 / 2.5) for "city" of two in four; 3 words of 4.25 on average
-    assert found[2][1] == pytest.approx(0.6931 / (1 + 0.9 * (0.6 + 0.4 * 3 / 4.25)), rel=1e-3)
-    assert index.find(["city"], 1) == [[(3, pytest.approx(found[2][1]))]]
+    assert passages[2][1] == pytest.approx(0.6931 / (1 + 0.9 * (0.6 + 0.4 * 3 / 4.25)), rel=1e-3)
+    assert index.find(["city"], 1) == [[(3, pytest.approx(passages[2][1]))]]
     assert index.find(["nothing there", ""], 3) == [[], []]
 
 
 def test_equal_passages_come_in_the_order_of_the_corpus() -> None:
     index = Bm25(["a b"] * 50)
-    assert [[place for place, _ in found] for found in index.find(["a"], 7)] == [[*range(7)]]
+    assert [[place for place, _ in ranked] for ranked in index.find(["a"], 7)] == [[*range(7)]]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_the_protocol(retriever: Retriever, asked: dict[str, Any], found: list[l
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "said"),
+    ("body", "status", "message"),
     [
         ({"querys": ["a"]}, 422, '"queries" is null, but must be a list of texts'),
         ({"queries": ["a", 1]}, 422, '"queries" is ["a", 1]'),
@@ -130,10 +130,12 @@ def test_the_protocol(retriever: Retriever, asked: dict[str, Any], found: list[l
         (b"{", 400, "the body is not JSON"),
     ],
 )
-def test_a_wrong_request_is_told_which_field_is_wrong(retriever: Retriever, body: Any, status: int, said: str) -> None:
+def test_a_wrong_request_is_told_which_field_is_wrong(
+    retriever: Retriever, body: Any, status: int, message: str
+) -> None:
     answered, answer = post(retriever.url, body)
     assert answered == status
-    assert said in answer["detail"]
+    assert message in answer["detail"]
     assert post(retriever.url.replace("retrieve", "search"), {})[0] == 404
 
 
@@ -144,17 +146,17 @@ def test_a_port_that_is_taken_is_named(retriever: Retriever) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"contents": "a"}\n{"text": "a"}\n', ':2: \'{"text": "a"}\' is not a passage'),
         ("a\n", "not a jsonl file in UTF-8"),
     ],
 )
-def test_a_corpus_that_is_none_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_corpus_that_is_none_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "corpus.jsonl").write_text(text)
     with pytest.raises(DataError) as caught:
         read_corpus(tmp_path / "corpus.jsonl")
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(DataError, match="the file has no passages"):
         read_corpus(tmp_path / "empty.jsonl")
@@ -163,13 +165,13 @@ def test_a_corpus_that_is_none_is_named(tmp_path: Path, text: str, said: str) ->
 
 
 def test_a_corpus_that_never_ends_or_is_nested_without_end_is_named(tmp_path: Path) -> None:
-    """Each at once: a FIFO would never answer, a device has no end."""
+    """Each is reported at once: reading a FIFO would block, and a device has no end."""
     os.mkfifo(tmp_path / "fifo")
     nested, one_line = tmp_path / "nested.jsonl", tmp_path / "line.jsonl"
     nested.write_text('{"contents": "a"}\n' + '{"contents": ' + "[" * 100_000 + "\n")
     with one_line.open("wb") as file:
         file.truncate(20 << 20)
-    for path, said in (
+    for path, message in (
         (tmp_path / "fifo", "is a FIFO, not a file\n  fix: write the passages to a regular file"),
         (Path("/dev/zero"), "is a device, not a file"),
         (nested, "nested.jsonl:2: not a jsonl file in UTF-8: maximum recursion depth exceeded"),
@@ -177,11 +179,11 @@ def test_a_corpus_that_never_ends_or_is_nested_without_end_is_named(tmp_path: Pa
     ):
         with pytest.raises(DataError) as caught:
             read_corpus(path)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         ({"queries": ["rome"] * 100_000, "topk": 1000}, "100000 queries; at most 4096 in a request"),
         (
@@ -193,10 +195,10 @@ def test_a_corpus_that_never_ends_or_is_nested_without_end_is_named(tmp_path: Pa
     ids=["many", "many passages", "long"],
 )
 def test_a_request_that_would_take_minutes_is_refused_with_its_numbers(
-    retriever: Retriever, asked: dict[str, Any], said: str
+    retriever: Retriever, asked: dict[str, Any], message: str
 ) -> None:
     began = time.monotonic()
-    assert post(retriever.url, asked) == (413, {"detail": said})
+    assert post(retriever.url, asked) == (413, {"detail": message})
     assert time.monotonic() - began < 5
 
 
@@ -230,7 +232,7 @@ def test_a_slow_service_meets_few_connections_and_larger_requests(moody: Any) ->
         await asyncio.gather(*map(one, range(30)))
 
     asyncio.run(many())
-    assert len(moody.RequestHandlerClass.asked) <= 8  # four that are slow, and what waited for them
+    assert len(moody.RequestHandlerClass.asked) <= 8  # four slow requests, and the requests that waited for them
 
 
 @pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
@@ -241,7 +243,7 @@ def test_what_may_pass_is_tried_again(moody: Any, status: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mood", "said"),
+    ("mood", "message"),
     [
         (422, "answered with status 422"),
         (302, "answered with status 302 Found; redirects are not followed"),
@@ -253,11 +255,11 @@ def test_what_may_pass_is_tried_again(moody: Any, status: int) -> None:
         ({"result": [{"document": {"contents": "a"}}]}, "returned a passage without text in document.contents"),
     ],
 )
-def test_an_answer_of_the_wrong_shape_is_a_failure_that_says_so(moody: Any, mood: Any, said: str) -> None:
+def test_an_answer_of_the_wrong_shape_is_a_failure_that_says_so(moody: Any, mood: Any, message: str) -> None:
     moody.RequestHandlerClass.script += [mood]
     with pytest.raises(AgentError) as caught:
         asyncio.run(client_of(moody).search("a"))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("search: http://127.0.0.1:")
     assert len(moody.RequestHandlerClass.asked) == 1
 
@@ -301,20 +303,20 @@ def turn(text: str, left_turns: int = 2) -> Turn:
     return Turn(number=0, text=text, calls=calls, ended="stop", left_turns=left_turns, left_tokens=99)
 
 
-def step(world: SearchR1, said: Turn) -> Observation | Done:
-    return asyncio.run(world.step(said))  # type: ignore[arg-type]
+def step(world: SearchR1, turn_: Turn) -> Observation | Done:
+    return asyncio.run(world.step(turn_))  # type: ignore[arg-type]
 
 
 def test_search_r1_reads_as_its_authors_have_it_byte_for_byte(retriever: Retriever) -> None:
     world, form = SearchR1(retriever.url, topk=2), load_format("search_r1")
 
     def reads(text: str) -> str:
-        said = turn(text)
-        answered = step(world, said)
+        model_turn = turn(text)
+        answered = step(world, model_turn)
         assert isinstance(answered, Observation)
-        found = answer_of(form, said.calls, answered)  # type: ignore[arg-type]
-        assert isinstance(found, str)
-        return found
+        messages = answer_of(form, model_turn.calls, answered)  # type: ignore[arg-type]
+        assert isinstance(messages, str)
+        return messages
 
     assert reads("<think>a</think> <search> rome\n</search>") == (
         '\n\n<information>Doc 1(Title: "Notes") Papers, of Rome.\nDoc 2(Title: "Rome") A city in Italy, Italy.'
@@ -334,6 +336,6 @@ def test_nothing_is_searched_in_the_last_turn(moody: Any) -> None:
 
 def test_another_format_is_refused(retriever: Retriever) -> None:
     call = ToolCall(name="search", arguments={"q": "a"})
-    said = Turn(number=0, text="", calls=[call], ended="stop", left_turns=1, left_tokens=1)
+    turn_ = Turn(number=0, text="", calls=[call], ended="stop", left_turns=1, left_tokens=1)
     with pytest.raises(AgentError, match="not an action of Search-R1"):
-        step(SearchR1(retriever.url), said)
+        step(SearchR1(retriever.url), turn_)

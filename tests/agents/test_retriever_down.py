@@ -1,4 +1,4 @@
-"""A whole run whose retriever dies in the middle of a step and comes back: nothing is scored 0 for it."""
+"""A whole run whose retriever dies during a step and comes back: no conversation gets a score of 0 for that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.apart import retriever, run_mrl
 Kind = TypeVar("Kind", bound=Event)
 ROWS, TURNS = 16, 3
 KILLS_IN_TURN = ROWS * TURNS + ROWS // 2
-"""In the second step, when every other conversation of it has searched."""
+"""Turn in which the retriever dies: in the second step, when half of its conversations have searched."""
 CONFIG = """\
 run: {{name: down, dir: {directory}}}
 cluster: {{devices_per_node: 1, device: cpu}}
@@ -42,7 +42,7 @@ training: {{steps: 3}}
 
 
 def train(directory: Path, down_s: float, *overrides: str) -> Path:
-    """The directory of a run whose retriever is down for so long in its second step."""
+    """Run with a retriever that is down for this long in the second step, and return the run's directory."""
     corpus, config = directory / "corpus.jsonl", directory / "run.yaml"
     corpus.write_text(json.dumps({"id": "0", "contents": PASSAGE}) + "\n")
     model = make_model(directory / "model", seed=1)
@@ -61,7 +61,7 @@ def train(directory: Path, down_s: float, *overrides: str) -> Path:
 
 
 def events_of(run: Path, kind: type[Kind]) -> list[Kind]:
-    return [each.event for each in read_events(run / "events.jsonl") if isinstance(each.event, kind)]
+    return [record.event for record in read_events(run / "events.jsonl") if isinstance(record.event, kind)]
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_a_retriever_that_is_down_for_20_s_costs_time_and_no_conversation(tmp_pa
 @pytest.mark.slow
 @pytest.mark.on_demand
 def test_what_outlasts_all_patience_is_left_out_and_counted_and_never_scored_0(tmp_path: Path) -> None:
-    """Steps continue without it, with the conversations that did not need it, until it is back."""
+    """Until the retriever is back, steps continue with the conversations that do not need it."""
     impatient = "options: {attempts: 2, backoff_s: 0.5}"
     world = f'environments: {{wiki: {{{impatient}, format: "tests.agents.searching:Hesitating"}}}}'
     agent = f"agent={{retries: 0, max_failed_share: 0.99, {world}}}"

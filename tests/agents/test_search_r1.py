@@ -1,4 +1,4 @@
-"""A conversation in Search-R1's tags from its first token to its last, as its authors' code would have built it."""
+"""A conversation in Search-R1's tags equals that of its authors' code, from the first token to the last."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GOLDEN = (
 
 
 class Search(Environment):
-    """Answers from the corpus; scores what the model itself wrote last."""
+    """Answers from the corpus, and scores the last text that the model wrote."""
 
     def step(self, turn: Turn) -> Observation | Done:
         (call,) = turn.calls

@@ -1,4 +1,4 @@
-"""Whole runs, real engines and a real trainer, of conversations in segments and of an agent framework's agent."""
+"""Whole runs with real engines and a real trainer: conversations in segments, and an agent of a framework."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mrl.observe.metrics import read_metrics
 from tests.apart import ROOT, run_mrl
 
 SAME = 1e-5
-"""How far a log-prob of the engine may be from the trainer's, in float32."""
+"""Allowed difference between log-probs of engine and trainer, in float32."""
 SAMPLES = 16
 CONFIG = """\
 run: {{name: agents, dir: {directory}}}
@@ -51,7 +51,7 @@ def trained(directory: Path, world: str, *overrides: str, **variables: str) -> P
 
 @pytest.mark.slow
 def test_a_run_trains_on_every_segment(tmp_path: Path) -> None:
-    run = trained(tmp_path, '{name: "tests.agents.worlds:Anew", max_turns: 2}')
+    run = trained(tmp_path, '{name: "tests.agents.worlds:NewContext", max_turns: 2}')
     lines = read_metrics(run / "metrics.jsonl")
     assert [(line["batch/samples"], line["agent/segments/mean"]) for line in lines] == [(SAMPLES, 2.0)] * 2
     assert all(line["mismatch/log_prob_abs_diff_mean"] <= SAME for line in lines)
@@ -61,13 +61,14 @@ def test_a_run_trains_on_every_segment(tmp_path: Path) -> None:
         assert first["prompts"] != last["prompts"]
         assert first["scores"] == last["scores"] == sum(last["response_mask"])
         advantages = {value for row in (first, last) for value in row["advantages"]}
-        assert len(advantages) == 1, "of the conversation, in each of its segments"
+        assert len(advantages) == 1, "all segments have the conversation's advantage"
         for row in (first, last):
             for trainer, engine in zip(row["old_log_probs"], row["rollout_log_probs"], strict=True):
                 assert math.isfinite(engine)
                 assert abs(trainer - engine) <= SAME
-    said = [each.event.message for each in read_events(run / "events.jsonl") if isinstance(each.event, Warned)]
-    assert sum("continues with a new context" in message for message in said) == 1
+    records = read_events(run / "events.jsonl")
+    warnings = [record.event.message for record in records if isinstance(record.event, Warned)]
+    assert sum("continues with a new context" in message for message in warnings) == 1
     (sample, *_) = read_newest_samples(run / "samples", SAMPLES)
     assert (sample["segments"], len(sample["turns"])) == (2, 3)
 
@@ -75,13 +76,13 @@ def test_a_run_trains_on_every_segment(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.on_demand
 def test_each_segment_is_an_episode_to_a_critic_and_a_reward_model_reads_the_last(tmp_path: Path) -> None:
-    """With gamma and lambda 1 the return of every token is the whole score, which the model's part is recomputed of."""
+    """With gamma and lambda 1, each token's return is the whole score. The reward model's part is recomputed here."""
     scorer = make_model(tmp_path / "scorer", seed=1)
     torch.manual_seed(3)
     model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(scorer, num_labels=1))
     model.save_pretrained(scorer)
     run = trained(
-        *(tmp_path, '{name: "tests.agents.worlds:Anew", max_turns: 2}'),
+        *(tmp_path, '{name: "tests.agents.worlds:NewContext", max_turns: 2}'),
         "placement.roles={actor: all, critic: all, reward_model: all}",
         "algorithm={advantage: gae, whiten: false, gamma: 1.0, lam: 1.0, kl: {where: none}}",
         "critic={dtype: float32, max_tokens_per_device: 256, optimizer: {lr: 1e-3}}",
@@ -92,9 +93,9 @@ def test_each_segment_is_an_episode_to_a_critic_and_a_reward_model_reads_the_las
     for last, first in zip(rows[:SAMPLES], rows[SAMPLES:], strict=True):
         with torch.no_grad():
             whole = torch.tensor([[*last["prompts"], *last["responses"]]])
-            said = float(model.score(model.model(whole).last_hidden_state)[0, -1, 0])
+            model_score = float(model.score(model.model(whole).last_hidden_state)[0, -1, 0])
         for row in (first, last):
-            assert row["scores"] == pytest.approx(sum(last["response_mask"]) + 10 * said, abs=1e-4)
+            assert row["scores"] == pytest.approx(sum(last["response_mask"]) + 10 * model_score, abs=1e-4)
             for value, worth, advantage in zip(row["values"], row["returns"], row["advantages"], strict=True):
                 assert worth == pytest.approx(row["scores"], abs=1e-4)
                 assert advantage == pytest.approx(row["scores"] - value, abs=1e-4)
@@ -103,7 +104,7 @@ def test_each_segment_is_an_episode_to_a_critic_and_a_reward_model_reads_the_las
 @pytest.mark.slow
 @pytest.mark.on_demand
 def test_with_remax_all_segments_are_measured_by_the_greedy_conversation(tmp_path: Path) -> None:
-    run = trained(tmp_path, '{name: "tests.agents.worlds:Anew", max_turns: 2}', "algorithm.advantage=remax")
+    run = trained(tmp_path, '{name: "tests.agents.worlds:NewContext", max_turns: 2}', "algorithm.advantage=remax")
     rows: list[dict[str, Any]] = read_newest_samples(run / "tensors", 2 * SAMPLES)
     assert len(rows) == 2 * SAMPLES
     baselines: dict[str, set[float]] = {}
@@ -117,10 +118,10 @@ def test_with_remax_all_segments_are_measured_by_the_greedy_conversation(tmp_pat
 @pytest.mark.slow
 @pytest.mark.on_demand
 def test_a_run_trains_an_agent_of_a_framework(tmp_path: Path) -> None:
-    found = importlib.util.find_spec("agents")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("agents")
+    if spec is None or spec.origin is None:
         pytest.skip("openai-agents is in none of mrl's requirements: make test-extras")
-    path = os.pathsep.join([str(ROOT), str(Path(found.origin).parents[1])])
+    path = os.pathsep.join([str(ROOT), str(Path(spec.origin).parents[1])])
     options = f'{{command: ["{sys.executable}", -m, tests.agents.framework_agent, talks]}}'
     overrides = (
         "batch={prompts_per_step: 2, samples_per_prompt: 2, samples_per_update: 4}",

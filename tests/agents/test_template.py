@@ -1,4 +1,4 @@
-"""Increments of chat templates: byte by byte, and joined against the whole conversation as the template renders it."""
+"""Increments of chat templates, byte by byte, and joined to the conversation that the template renders as a whole."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def test_what_grows_by_increments_is_the_whole_as_the_template_renders_it(
 ) -> None:
     template = TurnTemplate(tokenizers[name], {}, tools)
     before: list[Message] = [{"role": "system", "content": system}] if system else []
-    found = list(differences(template, tokenizers[name], [*before, *CONVERSATIONS[talk]]))
+    problems = list(differences(template, tokenizers[name], [*before, *CONVERSATIONS[talk]]))
     thoughts = {
         ("qwen3", "thoughts before a user"): "<think>\nI look.\n</think>\n\nIt is 3.",
         ("llama3.1", "thoughts before tools"): "<think>\nI look.\n</think>\n\n",
     }.get((name, talk))
     if thoughts is None:
-        assert found == []
+        assert problems == []
     else:
-        assert found[0] == f"turn 0: the template leaves out {thoughts!r}, which it keeps"
+        assert problems[0] == f"turn 0: the template leaves out {thoughts!r}, which it keeps"
 
 
 def test_thoughts_that_a_template_drops_are_named_and_never_cut_by_length(
@@ -100,8 +100,8 @@ def test_a_prompt_that_changes_afterwards_is_named(tokenizers: Mapping[str, Chat
     )
     template = TurnTemplate(tokenizers["mistral0.3"], {})
     talk = [{"role": "system", "content": "Be short."}, *CONVERSATIONS["answers of a user"]]
-    found = list(differences(template, tokenizers["mistral0.3"], talk))
-    assert "turn 0: its answer differs: the conversation has '[INST] Which?[/INST]', but" in found[1]
+    problems = list(differences(template, tokenizers["mistral0.3"], talk))
+    assert "turn 0: its answer differs: the conversation has '[INST] Which?[/INST]', but" in problems[1]
 
 
 BROKEN = [
@@ -124,8 +124,8 @@ def test_a_template_that_depends_on_what_comes_later_is_noticed(
     assert old in tokenizer.chat_template
     tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
     template = TurnTemplate(tokenizer, {})
-    found = [line for talk in CONVERSATIONS.values() for line in differences(template, tokenizer, talk)]
-    assert any(what in line for line in found), found
+    problems = [line for talk in CONVERSATIONS.values() for line in differences(template, tokenizer, talk)]
+    assert any(what in line for line in problems), problems
 
 
 def test_an_observation_may_hold_the_words_that_mark_a_turn(tokenizers: Mapping[str, ChatTokenizer]) -> None:

@@ -1,4 +1,4 @@
-"""Calls answered by functions: every one in its place, the model's mistakes in words, the tools' own as failures."""
+"""Functions answer calls in order. A mistake of the model is an answer in text, a mistake of a tool is a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schemas of plain functions, compared with those of transformers, and calls that are checked against them."""
+"""Schemas of plain functions, compared with those of transformers, and checks of calls by these schemas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find(query: str, num: int, unit: Literal["km", "mile"] = "km", near: float =
     """Find places.
 
     Args:
-        query: What to look for; words that matter: nouns.
+        query: Words to look for; words that matter: nouns.
         num: How many places,
             at most.
         unit: Of lengths.

@@ -1,4 +1,4 @@
-"""The templates of `tests/data/chat_templates.py` with their parts for tools, and tokenizers that have them."""
+"""The templates of `tests/data/chat_templates.py` with their parts for tools, and tokenizers with these templates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _LLAMA_TOOLS = """\
 
 
 def _qwen(template: str, ends: str) -> str:
-    """Put the parts for tools into one of Qwen's templates, whose turns end with that piece of it."""
+    """Put the parts for tools into one of Qwen's templates, whose turns end with this piece."""
     with_calls = template.replace(ends, _QWEN_CALLS + ends)
     head, _, tail = with_calls.rpartition("    {%- endif %}\n{%- endfor %}\n{%- if add_generation_prompt")
     assert with_calls != template, "the template's turns end otherwise"
@@ -86,7 +86,7 @@ WITH_TOOLS = {
 
 
 def tokenizer_with_tools(name: str, directory: Path) -> ChatTokenizer:
-    """A tokenizer with that template; `<|eom_id|>` is a control token of Llama's as well."""
+    """Return a tokenizer with this template. `<|eom_id|>` is also a control token of Llama."""
     tokenizer = save_tokenizer(name, directory)
     tokenizer.chat_template = WITH_TOOLS[name]
     return tokenizer

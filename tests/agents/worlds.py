@@ -1,4 +1,4 @@
-"""Environments for tests: a correct one that answers each call, and several that each fail in one way."""
+"""Environments for tests: a correct environment that answers each call, and several that each fail in one way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mrl.agents.environment import Answer, Done, Environment, Observation, Start
 
 
 class Facts(Environment):
-    """Knows what the task's `facts` say; the answer is right where it is the ground truth."""
+    """Answers from the task's `facts`. A final answer is right if it equals the ground truth."""
 
     def __init__(
         self, delay_s: float = 0.0, log: str = "", scores: bool = True, per_answer: float | None = None
@@ -46,7 +46,7 @@ class Facts(Environment):
 
 
 class WithTools(Facts):
-    """Says of what there is to call."""
+    """Lists the available calls."""
 
     def reset(self, task: Task) -> Start:
         super().reset(task)
@@ -70,7 +70,7 @@ class Forgetful(Facts):
         return answer
 
 
-class Anew(Environment):
+class NewContext(Environment):
     """Asks twice, and starts a new context in between; longer text gets a higher score."""
 
     def step(self, turn: Turn) -> Answer:
@@ -80,7 +80,7 @@ class Anew(Environment):
 
 
 class Waiting(Environment):
-    """Answers twice; the first conversation of each prompt waits long for that."""
+    """Answers twice. The first conversation of each prompt waits long for each answer."""
 
     async def step(self, turn: Turn) -> Observation | Done:  # type: ignore[override]
         await asyncio.sleep(0.0 if self._task.sample else 2.0)
@@ -93,7 +93,7 @@ class Waiting(Environment):
 
 
 class Troubled(Facts):
-    """Does at its second turn what the task's `trouble` says; in the first attempt alone, where that is `once`."""
+    """Does at its second turn what the task's `trouble` says. With `once`, only in the first attempt."""
 
     def __init__(self, directory: str, once: bool = False, per_answer: float | None = None) -> None:
         super().__init__(per_answer=per_answer)
@@ -139,7 +139,7 @@ class Troubled(Facts):
 
 
 class Lethal(Environment):
-    """Ends its process as soon as it is made."""
+    """Ends its process in its constructor."""
 
     def __init__(self) -> None:
         os._exit(9)

@@ -115,7 +115,7 @@ def _gloo_rank(rank: int, folder: str) -> None:
 
 
 def test_unequal_and_empty_ranks_over_gloo(tmp_path: Path) -> None:
-    """Ranks weighted by their tokens, whitening over all of them, and an empty rank neither hangs nor divides by 0."""
+    """Ranks are weighted by their tokens, whitening covers all, and an empty rank does not hang or divide by 0."""
     mp.start_processes(_gloo_rank, args=(str(tmp_path),), nprocs=3, start_method="fork")
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     values_T = column(1, -2, 5, 0.5, 7, 1e3)

@@ -1,4 +1,4 @@
-"""The simulator's view of a synchronous run, compared with a run whose engine and trainer are known."""
+"""The simulation of a synchronous run, compared with a run with known engine and trainer."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_the_law_of_an_engine_is_that_of_its_settled_steps() -> None:
 
 def test_the_synchronous_run_is_met_step_by_step() -> None:
     run = synchronous_run(0)
-    found = predict(workload([run], Beside(decode=2.0, train=2.0)), MODES["synchronous"])
+    predicted = predict(workload([run], Beside(decode=2.0, train=2.0)), MODES["synchronous"])
     measured = [line["timing_s/step"] for line in run.lines[FIRST - 1 : STEPS - MOST_AHEAD]]
-    # The context of a stretch between two ends is that of its middle.
-    assert found.step_s == pytest.approx(measured, rel=2e-3)
+    # The context between two ends is approximated by that of its middle.
+    assert predicted.step_s == pytest.approx(measured, rel=2e-3)
 
 
 @pytest.mark.parametrize(("decode", "train"), [(1.0, 1.0), (1.1, 1.3), (1.4, 1.0)])
@@ -79,8 +79,8 @@ def test_a_run_between_batches_says_how_much_both_sides_are_slowed(decode: float
     assert generated_s * decode < TRAIN_S
     trained_s = TRAIN_S + (1 - 1 / train) * generated_s * decode
     between = synchronous_run(0, slower=decode, train_s=trained_s)
-    found = beside_in(between, alone)
-    assert (found.decode, found.train) == pytest.approx((decode, train), rel=1e-6)
+    slowdown = beside_in(between, alone)
+    assert (slowdown.decode, slowdown.train) == pytest.approx((decode, train), rel=1e-6)
 
 
 def test_every_mode_is_predicted_over_the_same_steps() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark for GPUs runs dry on the CPU: every part that can does its work, and what cannot says why."""
+"""The benchmark for GPUs runs dry on the CPU: each part does its work or reports why it cannot."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_dry_run_meets_its_goals_and_names_what_it_leaves_out(tmp_path: Path) 
     assert [row["part"] for row in rows if row["what"] == "all of it"] == PARTS
     assert {row["part"]: row["skipped"] for row in rows if "skipped" in row} == {
         "copies": "there is no CUDA to pin memory with",
-        "memory": "a CPU's allocator does not tell its peak",
+        "memory": "a CPU's allocator does not report its peak",
         "training": "Transformer Engine is not here",
     }
     assert {row["kernels"] for row in rows if "tokens_per_s" in row} == {"plain", "swiglu"}

@@ -19,14 +19,14 @@ CASES = [make_case(seed) for seed in range(3)]
 @pytest.fixture(scope="module")
 def answers() -> dict[str, NDArray[np.float64]]:
     """Return mrl's own results in the format of a peer."""
-    found = {}
+    results = {}
     for number, case in enumerate(CASES):
         for name, function in OURS.items():
             outputs = function(packed(case))
             of = "scores" if name.startswith("reward") else "logits" if name.startswith("gkd") else "log_probs"
-            found[f"{number}/{name}/loss"] = padded(case, outputs["loss"], ())
-            found[f"{number}/{name}/gradient"] = padded(case, outputs["gradient"], case[of].shape)
-    return found
+            results[f"{number}/{name}/loss"] = padded(case, outputs["loss"], ())
+            results[f"{number}/{name}/gradient"] = padded(case, outputs["gradient"], case[of].shape)
+    return results
 
 
 def differences(answers: dict[str, NDArray[np.float64]], path: Path) -> dict[str, float]:
@@ -47,5 +47,5 @@ def test_one_number_of_a_gradient_is_noticed(answers: dict[str, NDArray[np.float
         at = np.unravel_index(np.abs(gradient).argmin(), gradient.shape)
         gradient[at] += 3 * TOLERANCE * np.abs(gradient).max()
         wrong[f"1/{name}/gradient"] = gradient
-    found = differences(wrong, tmp_path / "wrong.npz")
-    assert found == {name: pytest.approx(3 * TOLERANCE, rel=1e-3) for name in OURS}
+    differing = differences(wrong, tmp_path / "wrong.npz")
+    assert differing == {name: pytest.approx(3 * TOLERANCE, rel=1e-3) for name in OURS}

@@ -1,4 +1,4 @@
-"""`mrl check`: what it says of good and of bad configurations, data, rewards and machines."""
+"""`mrl check`: its findings on good and bad configurations, data, rewards and machines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
-    """Runs `mrl check` in an empty directory: its exit code and what it prints."""
+    """Function that runs `mrl check` in an empty directory and returns exit code and output."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str]:
@@ -98,11 +98,11 @@ def test_a_wrong_configuration_is_the_error_of_loading(check: Callable[..., tupl
 
 
 def test_a_pipeline_that_cannot_be_filled_is_warned_of(check: Callable[..., tuple[int, str]]) -> None:
-    code, said = check(
+    code, output = check(
         LAPTOP, "actor.parallel={tp: 1, pp: 4}", "batch.samples_per_update=2", "critic.parallel.tp=2", "--offline"
     )
     assert code == 0
-    assert "warn  batch of the actor: 2 samples cannot fill a pipeline of 4 stages" in said
+    assert "warn  batch of the actor: 2 samples cannot fill a pipeline of 4 stages" in output
 
 
 @pytest.mark.parametrize(
@@ -121,27 +121,27 @@ def test_experts_trained_by_token_ratios_in_several_updates_are_warned_of(
     preset = str(ROOT / "configs" / "grpo-qwen3-30b-a3b-2n8g.yaml")
     two_updates = ("batch.samples_per_update=1024", "algorithm.correction=null")
     options = ("actor.parallel.ep=1",) if "8B" in override else ()
-    _, said = check(preset, *two_updates, *options, override, "--offline")
-    assert ("warn  experts: 2 updates per step with ratios of single tokens" in said) == warned
+    _, output = check(preset, *two_updates, *options, override, "--offline")
+    assert ("warn  experts: 2 updates per step with ratios of single tokens" in output) == warned
 
 
 def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[..., tuple[int, str]]) -> None:
     preset = str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml")
-    code, said = check(preset, "--offline")
+    code, output = check(preset, "--offline")
     assert code == 0
-    assert "ok    memory: " in said
+    assert "ok    memory: " in output
     tight = (preset, "rollout.vllm.gpu_memory_utilization=0.95", "--offline")
-    code, said = check(*tight, "cluster.overfull=warn")
+    code, output = check(*tight, "cluster.overfull=warn")
     assert code == 0
-    assert "warn  memory: " in said
-    code, said = check(*tight)
+    assert "warn  memory: " in output
+    code, output = check(*tight)
     assert code == 2
-    assert "fail  memory: " in said
-    fix = said.partition("fail  memory: ")[2].partition("fix: ")[2].partition("\n")[0]
+    assert "fail  memory: " in output
+    fix = output.partition("fail  memory: ")[2].partition("fix: ")[2].partition("\n")[0]
     assert check(preset, "rollout.vllm.gpu_memory_utilization=0.95", *fix.split(), "--offline")[0] == 0
-    code, said = check(preset, "model.path=some/model", "--offline")
+    code, output = check(preset, "model.path=some/model", "--offline")
     assert code == 0
-    assert 'skip  memory: "some/model" is not a directory' in said
+    assert 'skip  memory: "some/model" is not a directory' in output
 
 
 # --- columns ----------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_workers_register_the_calls_of_the_table() -> None:
     workers |= {"reference": ReferenceWorker, "reward_model": RewardModelWorker, "teacher": TeacherWorker}
     for role, worker in workers.items():
         registered = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
-        registered.pop("probe")  # before the first step, of a model that has just loaded
+        registered.pop("probe")  # before the first step, for a model that has just been loaded
         calls = {call.method: (call.reads, call.writes, call.optional) for call in STEP if call.role == role}
         assert {name: (spec.reads, spec.writes, spec.optional) for name, spec in registered.items()} == calls
 
@@ -204,35 +204,35 @@ def test_a_column_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_everything_is_well(check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path) -> None:
-    code, said = check(*small(model))
-    assert code == 0, said
-    assert "ok    tokenizer: 262 tokens" in said
-    assert "ok    data.train.sums: 8100 rows, 262 checked: prompts of 9 to 9 tokens" in said
-    assert "ok    rewards of data.train.sums: the correct answers, written as '20', score 1, 1, 1, 1" in said
-    assert "ok    disk: " in said
-    assert "ok    run directory: runs is visible" in said
-    assert "memory: " in said
-    assert " GiB of a machine's " in said
-    assert "skip  Slurm" in said
+    code, output = check(*small(model))
+    assert code == 0, output
+    assert "ok    tokenizer: 262 tokens" in output
+    assert "ok    data.train.sums: 8100 rows, 262 checked: prompts of 9 to 9 tokens" in output
+    assert "ok    rewards of data.train.sums: the correct answers, written as '20', score 1, 1, 1, 1" in output
+    assert "ok    disk: " in output
+    assert "ok    run directory: runs is visible" in output
+    assert "memory: " in output
+    assert " GiB of a machine's " in output
+    assert "skip  Slurm" in output
     assert list(tmp_path.iterdir()) == [], "a check leaves nothing behind"
 
 
 def test_the_form_that_a_reward_wants_is_found(check: Callable[..., tuple[int, str]], model: Path) -> None:
-    _, said = check(*small(model), "reward.functions.answer.options.last_number=false")
-    assert "written as '#### 20', score 1, 1, 1, 1" in said
+    _, output = check(*small(model), "reward.functions.answer.options.last_number=false")
+    assert "written as '#### 20', score 1, 1, 1, 1" in output
 
 
 def test_end_tokens_are_said_with_who_names_them(
     check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path
 ) -> None:
-    """The model's own file and the tokenizer disagree of one, and agree on the other."""
+    """The model's file and the tokenizer disagree on one end token and agree on the other."""
     other = tmp_path / "model"
     shutil.copytree(model, other)
     (other / "generation_config.json").write_text('{"eos_token_id": [65, 256]}')
-    _, said = check(*small(other))
-    assert "ok    end tokens: 65 'b' (only generation_config.json), 256 '<|end|>'" in said
-    _, said = check(*small(other), "rollout.ignore_eos=true")
-    assert "warn  end tokens: a response ends only at its maximum length" in said
+    _, output = check(*small(other))
+    assert "ok    end tokens: 65 'b' (only generation_config.json), 256 '<|end|>'" in output
+    _, output = check(*small(other), "rollout.ignore_eos=true")
+    assert "warn  end tokens: a response ends only at its maximum length" in output
 
 
 def test_validation_is_checked_with_the_functions_that_score_it(
@@ -241,17 +241,17 @@ def test_validation_is_checked_with_the_functions_that_score_it(
     (tmp_path / "strict_rewards.py").write_text("def broken(sample):\n    raise KeyError(sample.data_source)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     sources = 'data.validation.held={dataset: "toy:addition", options: {part: validation}}'
-    code, said = check(*small(model), sources, "validation.reward_functions.it.name=strict_rewards:broken")
+    code, output = check(*small(model), sources, "validation.reward_functions.it.name=strict_rewards:broken")
     assert code == 2
-    assert "fail  rewards of data.validation.held: 16 of 16 samples have no score: raised" in said
-    assert "ok    rewards of data.train.sums" in said
+    assert "fail  rewards of data.validation.held: 16 of 16 samples have no score: raised" in output
+    assert "ok    rewards of data.train.sums" in output
 
 
 def test_that_no_function_scores_is_said_once(check: Callable[..., tuple[int, str]], model: Path) -> None:
     sources = 'data.validation.held={dataset: "toy:addition", options: {part: validation}}'
     agent = "agent.environments.world={name: tools, tools: {calc: {name: calculator}}}"
-    _, said = check(*small(model), sources, agent, "reward.functions.answer=null")
-    assert said.count("there is no reward function") == 1
+    _, output = check(*small(model), sources, agent, "reward.functions.answer=null")
+    assert output.count("there is no reward function") == 1
 
 
 def test_what_asks_engines_of_the_run_is_left_out_and_the_rest_is_scored(
@@ -260,12 +260,12 @@ def test_what_asks_engines_of_the_run_is_left_out_and_the_rest_is_scored(
     asking = "name: judge, options: {service: {max_tokens: 9}, template: '{response}'}"
     pool = ("cluster.devices_per_node=6", "placement.pools.judge=2", "placement.roles.judge=judge")
     given = (*small(model), f"judge.path={model}", *pool)
-    _, said = check(*given, f"reward.functions.judged={{{asking}}}")
-    assert "skip  rewards: judged: the judge's engines start with the run" in said
-    assert "score 1, 1, 1, 1" in said
-    assert f"ok    model of the judge: {model}" in said
-    _, said = check(*given, "reward.functions.answer=null", f"reward.functions.judged={{{asking}}}")
-    assert "rewards of data.train.sums" not in said, "nothing else scores it"
+    _, output = check(*given, f"reward.functions.judged={{{asking}}}")
+    assert "skip  rewards: judged: the judge's engines start with the run" in output
+    assert "score 1, 1, 1, 1" in output
+    assert f"ok    model of the judge: {model}" in output
+    _, output = check(*given, "reward.functions.answer=null", f"reward.functions.judged={{{asking}}}")
+    assert "rewards of data.train.sums" not in output, "nothing else scores it"
     assert "model of the judge: no/judge" in check(*given, "judge.path=no/judge", f"reward.functions.j={{{asking}}}")[1]
 
 
@@ -278,8 +278,8 @@ def test_the_users_own_manager_scores_here_too(
         "    def score(self, samples):\n        return [Score(7.0, {}, 0.0)] * len(samples)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    _, said = check(*small(model), "reward.manager=own_manager:Generous")
-    assert "score 7, 7, 7, 7" in said
+    _, output = check(*small(model), "reward.manager=own_manager:Generous")
+    assert "score 7, 7, 7, 7" in output
 
 
 def test_rewards_that_never_reward_are_warned_of_and_those_that_raise_fail(
@@ -290,23 +290,23 @@ def test_rewards_that_never_reward_are_warned_of_and_those_that_raise_fail(
         "def broken(sample, last_number):\n    raise KeyError(sample.data_source)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    code, said = check(*small(model), "reward.functions.answer.name=own_rewards:never")
+    code, output = check(*small(model), "reward.functions.answer.name=own_rewards:never")
     assert code == 0
-    assert "score 0, 0, 0, 0: none of them is rewarded" in said
-    code, said = check(*small(model), "reward.functions.answer.name=own_rewards:broken")
+    assert "score 0, 0, 0, 0: none of them is rewarded" in output
+    code, output = check(*small(model), "reward.functions.answer.name=own_rewards:broken")
     assert code == 2
-    assert "fail  rewards of data.train.sums: 16 of 16 samples have no score: raised" in said
+    assert "fail  rewards of data.train.sums: 16 of 16 samples have no score: raised" in output
     assert check(*small(model), "reward.functions.answer.name=own_rewards:absent")[0] == 2
 
 
 def test_a_data_source_that_nothing_scores_fails(check: Callable[..., tuple[int, str]], model: Path) -> None:
-    code, said = check(*small(model), "reward.functions.answer.sources=[gsm8k]")
+    code, output = check(*small(model), "reward.functions.answer.sources=[gsm8k]")
     assert code == 2
-    assert 'data.train.sums: no function with a weight scores the data source "toy:addition"' in said
-    code, said = check(*small(model), 'reward.functions.answer.sources=["toy:*", gsm8k]')
+    assert 'data.train.sums: no function with a weight scores the data source "toy:addition"' in output
+    code, output = check(*small(model), 'reward.functions.answer.sources=["toy:*", gsm8k]')
     assert code == 0
-    assert 'warn  rewards: reward.functions.answer.sources: "gsm8k" matches no data source' in said
-    assert "written as" in said
+    assert 'warn  rewards: reward.functions.answer.sources: "gsm8k" matches no data source' in output
+    assert "written as" in output
 
 
 def test_bad_rows_long_prompts_and_ids_that_occur_twice(
@@ -317,40 +317,40 @@ def test_bad_rows_long_prompts_and_ids_that_occur_twice(
 
     rows = [row(number, "1+1=") for number in range(10)]
     rows += [row(10, "1+" * 50), {"prompt": 5, "answer": "1", "id": 99}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record in rows))
     columns = "{data_source: null, ability: null, extra_info: null, ground_truth: answer, id: id}"
     source = [f"data.train.sums={{dataset: rows.jsonl, columns: {columns}}}", "data.overlong=drop"]
-    code, said = check(*small(model), *source)
+    code, output = check(*small(model), *source)
     assert code == 2
-    assert "warn  data.train.sums: 1 of 12 prompts are too long and will be dropped" in said
-    assert "fail  data.train.sums: rows.jsonl:12: column `prompt` must be" in said
-    assert "occurs twice" not in said
-    code, said = check(*small(model), *source, "data.max_bad_rows=3", "--all-rows")
+    assert "warn  data.train.sums: 1 of 12 prompts are too long and will be dropped" in output
+    assert "fail  data.train.sums: rows.jsonl:12: column `prompt` must be" in output
+    assert "occurs twice" not in output
+    code, output = check(*small(model), *source, "data.max_bad_rows=3", "--all-rows")
     assert code == 0
-    assert 'warn  data.train.sums: rows.jsonl:10: the id "8" occurs twice, first at rows.jsonl:9' in said
+    assert 'warn  data.train.sums: rows.jsonl:10: the id "8" occurs twice, first at rows.jsonl:9' in output
 
 
 def test_no_tokenizer_and_too_few_prompts(check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path) -> None:
-    code, said = check(*small(model), "batch={prompts_per_step: 16384, samples_per_prompt: 1}")
+    code, output = check(*small(model), "batch={prompts_per_step: 16384, samples_per_prompt: 1}")
     assert code == 2
-    assert "fail  data.train: 8100 prompts, but a step needs 16384" in said
+    assert "fail  data.train: 8100 prompts, but a step needs 16384" in output
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(model / "config.json", bare)
-    code, said = check(*small(bare))
+    code, output = check(*small(bare))
     assert code == 2
-    assert "fail  tokenizer: " in said
-    assert "skip  data: prompts and rewards need the tokenizer" in said
+    assert "fail  tokenizer: " in output
+    assert "skip  data: prompts and rewards need the tokenizer" in output
 
 
 # --- models -----------------------------------------------------------------------------------------------------
 
 
 def test_the_files_of_every_model_are_looked_at(check: Callable[..., tuple[int, str]], model: Path) -> None:
-    code, said = check(*small(model))
+    code, output = check(*small(model))
     assert code == 0
-    assert f"ok    model of the actor: {model}: qwen3, 1 files of 0.0 GiB" in said
-    assert f"ok    model of the critic: {model}" in said
+    assert f"ok    model of the actor: {model}: qwen3, 1 files of 0.0 GiB" in output
+    assert f"ok    model of the critic: {model}" in output
 
 
 def test_a_model_of_the_hub_is_looked_at_where_the_cache_has_it(
@@ -361,24 +361,24 @@ def test_a_model_of_the_hub_is_looked_at_where_the_cache_has_it(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     snapshot = make_hub_cache(tmp_path / "cache", "Qwen/Qwen3-8B", model)
     hub_name = [*small(model), "model.path=Qwen/Qwen3-8B"]
-    code, said = check(*hub_name)
-    assert code == 0, said
-    assert f"ok    model of the actor: {snapshot}: qwen3" in said
-    assert "ok    tokenizer: 262 tokens" in said
+    code, output = check(*hub_name)
+    assert code == 0, output
+    assert f"ok    model of the actor: {snapshot}: qwen3" in output
+    assert "ok    tokenizer: 262 tokens" in output
     (snapshot / "model.safetensors").resolve().write_bytes((model / "model.safetensors").read_bytes()[:-9])
-    code, said = check(*hub_name)
+    code, output = check(*hub_name)
     assert code == 2
-    assert f"fail  model of the actor: {snapshot}/model.safetensors: cannot be read" in said
+    assert f"fail  model of the actor: {snapshot}/model.safetensors: cannot be read" in output
     shutil.rmtree(tmp_path / "cache")
-    code, said = check(*hub_name)
+    code, output = check(*hub_name)
     assert code == 2
-    assert "does not have it, and HF_HUB_OFFLINE forbids the download\n      fix: hf download Qwen/Qwen3-8B" in said
-    assert "skip  data: prompts and rewards need the models' tokenizers: Qwen/Qwen3-8B" in said
+    assert "does not have it, and HF_HUB_OFFLINE forbids the download\n      fix: hf download Qwen/Qwen3-8B" in output
+    assert "skip  data: prompts and rewards need the models' tokenizers: Qwen/Qwen3-8B" in output
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    _, said = check(*hub_name)  # checkpoints of eight billion parameters may want more than this disk has
-    assert "fail  model" not in said
-    assert "warn  model of the actor: Qwen/Qwen3-8B: " in said
-    assert "does not have it; `mrl train` downloads it, about 15.3 GiB" in said
+    _, output = check(*hub_name)  # checkpoints of eight billion parameters may need more space than this disk has
+    assert "fail  model" not in output
+    assert "warn  model of the actor: Qwen/Qwen3-8B: " in output
+    assert "does not have it; `mrl train` downloads it, about 15.3 GiB" in output
 
 
 # --- machines ---------------------------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ def test_an_interface_that_is_not_there_is_noticed(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "verdict", "said"),
+    ("changes", "verdict", "message"),
     [
         ({"sees_canary": False}, "fail", "n2: runs is not the directory that the driver sees"),
         ({"has_sockets": False}, "fail", "n2: cannot create a Unix socket in runs"),
@@ -435,13 +435,13 @@ def test_an_interface_that_is_not_there_is_noticed(tmp_path: Path, monkeypatch: 
         ({"missing_interfaces": {"NCCL_SOCKET_IFNAME": "ib9"}}, "fail", "n2: NCCL_SOCKET_IFNAME=ib9"),
     ],
 )
-def test_the_node_that_is_unlike_the_others_is_named(changes: dict[str, Any], verdict: str, said: str) -> None:
+def test_the_node_that_is_unlike_the_others_is_named(changes: dict[str, Any], verdict: str, message: str) -> None:
     config = config_of()
-    assert all(found.verdict == "ok" for found in check_nodes(config, [facts()], {"mrl": "1"}))
-    found = list(check_nodes(config, [facts(), facts(node="n2", **changes)], {"mrl": "1"}))
-    bad = [each for each in found if each.verdict != "ok"]
-    assert [each.verdict for each in bad] == [verdict]
-    assert bad[0].what.startswith(said)
+    assert all(finding.verdict == "ok" for finding in check_nodes(config, [facts()], {"mrl": "1"}))
+    findings = list(check_nodes(config, [facts(), facts(node="n2", **changes)], {"mrl": "1"}))
+    bad = [finding for finding in findings if finding.verdict != "ok"]
+    assert [finding.verdict for finding in bad] == [verdict]
+    assert bad[0].what.startswith(message)
 
 
 def test_gpus_are_counted_where_they_are_wanted() -> None:
@@ -449,20 +449,24 @@ def test_gpus_are_counted_where_they_are_wanted() -> None:
     gpus = [["H100", "580.1"]] * 8
     versions = {"mrl": "1", "nvidia-nccl-cu13": "2.28"}
     (good,) = [
-        each for each in check_nodes(config, [facts(gpus=gpus, versions=versions)], versions) if each.about == "GPUs"
+        finding
+        for finding in check_nodes(config, [facts(gpus=gpus, versions=versions)], versions)
+        if finding.about == "GPUs"
     ]
     assert (good.verdict, good.what) == ("ok", "8 GPUs (H100, driver 580.1); NCCL 2.28")
-    (few,) = [each for each in check_nodes(config, [facts(gpus=gpus[:6])], {"mrl": "1"}) if each.about == "GPUs"]
+    (few,) = [
+        finding for finding in check_nodes(config, [facts(gpus=gpus[:6])], {"mrl": "1"}) if finding.about == "GPUs"
+    ]
     assert (few.verdict, few.fix) == ("fail", "cluster.devices_per_node=6")
 
 
 def test_a_broken_transformer_engine_fails_where_gpus_would_use_it() -> None:
     preset = load_config(str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml"), ()).config
     broken = facts(gpus=[["H100", "580.1"]] * 8, transformer_engine="Transformer Engine is installed, but")
-    (found,) = [each for each in check_nodes(preset, [broken], {"mrl": "1"}) if each.verdict == "fail"]
-    assert (found.about, found.what) == ("Transformer Engine", "n1: Transformer Engine is installed, but")
-    assert "make install-cuda" in found.fix
-    assert all(each.verdict == "ok" for each in check_nodes(config_of(), [broken], {"mrl": "1"}))
+    (failure,) = [finding for finding in check_nodes(preset, [broken], {"mrl": "1"}) if finding.verdict == "fail"]
+    assert (failure.about, failure.what) == ("Transformer Engine", "n1: Transformer Engine is installed, but")
+    assert "make install-cuda" in failure.fix
+    assert all(finding.verdict == "ok" for finding in check_nodes(config_of(), [broken], {"mrl": "1"}))
 
 
 def test_a_full_disk_fails(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +491,7 @@ def test_train_refuses_what_fails_and_keeps_the_warnings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "lines", "verdict", "said"),
+    ("nodes", "lines", "verdict", "message"),
     [
         (8, ["gpu*|up|4/12/0/16|gpu:h100:8(S:0-1)|96|1-00:00:00"], "ok", "gpu (16 such nodes, at most 1-00:00:00)"),
         (8, ["gpu*|up|0/4/12/16|gpu:h100:8|96|infinite"], "fail", "gpu has 4"),
@@ -501,25 +505,25 @@ def test_train_refuses_what_fails_and_keeps_the_warnings() -> None:
     ],
 )
 def test_slurm_partitions(
-    nodes: int, lines: list[str], verdict: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: int, lines: list[str], verdict: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sinfo = tmp_path / "sinfo"
     sinfo.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     sinfo.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     config = load_config(str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml"), ()).config
-    (found,) = check_slurm(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes)))
-    assert found.verdict == verdict
-    assert said in found.what
+    (finding,) = check_slurm(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=nodes)))
+    assert finding.verdict == verdict
+    assert message in finding.what
 
 
 def test_gpu_nodes_need_shared_memory_beside_the_columns() -> None:
-    """NCCL and vLLM take theirs from it as well."""
+    """NCCL and vLLM also use shared memory."""
     config = config_of()
     on_gpus = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, device="gpu"))
     enough = 2 * machine._SHM_FLOOR_BYTES
-    found = [machine._shared_memory(of, free).verdict for of in (config, on_gpus) for free in (enough, enough // 4)]
-    assert found == ["ok", "ok", "ok", "fail"]
+    verdicts = [machine._shared_memory(of, free).verdict for of in (config, on_gpus) for free in (enough, enough // 4)]
+    assert verdicts == ["ok", "ok", "ok", "fail"]
 
 
 def test_the_hard_limit_of_open_files_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -545,5 +549,5 @@ def test_as_many_bad_rows_as_are_allowed_are_a_warning(num_bad: int, verdict: st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "open_dataset", lambda *_: [good, *bad])
         patch.setattr(data, "_rows", lambda dataset, all_rows: dataset)
-        found = list(data._check_source(config, source, tokenizer, False, []))
-    assert {each.verdict for each in found if "is empty" in each.what} == {verdict}
+        findings = list(data._check_source(config, source, tokenizer, False, []))
+    assert {finding.verdict for finding in findings if "is empty" in finding.what} == {verdict}

@@ -1,4 +1,4 @@
-"""`mrl data` says which files it read, what they are, and what became of their rows."""
+"""`mrl data` reports the files that it read, their format, and the fate of their rows."""
 
 from __future__ import annotations
 

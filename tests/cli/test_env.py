@@ -1,4 +1,4 @@
-"""`mrl env` reports what is really there."""
+"""`mrl env` reports the actual environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mrl eval` before anything starts: what is measured, how, and what cannot be."""
+"""`mrl eval` before anything starts: measurements, their settings, and refused settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ validation: {every: 5, samples_per_prompt: 4, temperature: 0.6, top_k: 20, keep_
 
 @pytest.fixture
 def parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., argparse.Namespace]:
-    """The arguments of a command line, in a directory with a configuration."""
+    """Return the parsed arguments of a command line, in a directory with a configuration."""
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(CONFIG)
     Path("model").mkdir()
@@ -60,8 +60,8 @@ def test_without_a_word_it_is_the_runs_own_validation(parsed: Callable[..., argp
 
 def test_temperatures_and_k_are_measured_one_by_one(parsed: Callable[..., argparse.Namespace]) -> None:
     """At temperature 0 there is one response for any k; an override applies to all measurements."""
-    found = sampling(parsed("run.yaml", "--temperatures", "0,0.5,1", "--k", "1,8", "validation.top_k=7"))
-    assert found == [(True, 1.0, 0, 1, []), (False, 0.5, 7, 8, [1, 8]), (False, 1.0, 7, 8, [1, 8])]
+    settings = sampling(parsed("run.yaml", "--temperatures", "0,0.5,1", "--k", "1,8", "validation.top_k=7"))
+    assert settings == [(True, 1.0, 0, 1, []), (False, 0.5, 7, 8, [1, 8]), (False, 1.0, 7, 8, [1, 8])]
 
 
 def test_a_model_is_measured_by_a_configuration(parsed: Callable[..., argparse.Namespace]) -> None:

@@ -1,4 +1,4 @@
-"""`mrl explain`: the arithmetic and the rank tables, as a reader sees them."""
+"""`mrl explain`: its arithmetic and rank tables."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_mistakes_and_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_an_environment_says_how_many_full_turns_fit_and_who_scores(explain: Callable[..., str]) -> None:
     limits = "max_turns: 4, max_turn_tokens: 50, max_observation_tokens: 60"
     shop = "agent.environments.shop={name: 'shop:Shop', weight: 0.5, sources: [toy, 'shop/*'], " + limits + "}"
-    said = explain("configs/laptop-grpo.yaml", shop, "agent.environments.rest.tools.calc.name=calculator")
+    output = explain("configs/laptop-grpo.yaml", shop, "agent.environments.rest.tools.calc.name=calculator")
     assert (
         """
 environment shop: shop:Shop, in which the model writes hermes
@@ -155,7 +155,7 @@ environment rest: tools, in which the model writes hermes
   longest answer to one  no separate limit: all share max_response_tokens 256
   score                  answer x 1
 """
-        in said
+        in output
     )
     enough = explain("configs/laptop-grpo.yaml", shop, "rollout.max_response_tokens=380")
     assert "floor((max_response_tokens 380 + 60) / (50 + 60)) = 4\n" in enough

@@ -42,7 +42,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
 
 
 @pytest.mark.parametrize(
-    ("out", "said"),
+    ("out", "message"),
     [
         ("file/out", "Not a directory"),
         ("/proc/nowhere/out", "No such file or directory"),
@@ -50,9 +50,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
     ],
 )
 def test_a_place_where_nothing_can_be_written_is_a_message(
-    out: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writer of models is the real one; what it would read from the checkpoint comes later."""
+    """The real writer of models runs. It would read the checkpoint only later."""
     from mrl.models.families import read_spec
     from mrl.models.hf_writer import HfWriter
 
@@ -69,6 +69,6 @@ def test_a_place_where_nothing_can_be_written_is_a_message(
     monkeypatch.setattr("mrl.engine.checkpoint_files.export_checkpoint", export)
     assert main(["export", str(tmp_path), str(tmp_path / out)]) == 1
     shown = capsys.readouterr().err
-    assert f"cannot export the model: {said}" in shown
+    assert f"cannot export the model: {message}" in shown
     assert "fix: choose an OUT that you can write to, with enough free space" in shown
     assert "Traceback" not in shown

@@ -1,4 +1,4 @@
-"""A command whose run has done all its steps says so at once, and starts no Ray."""
+"""A command whose run has done all steps reports this at once and does not start Ray."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def test_a_run_whose_steps_are_done(
     command += ["training.steps=5", *(["training.epochs=null"] if verb == "sft" else [])]
     assert main(["show", *command]) == 0
     checkpoint = saved(tmp_path / "done", capsys.readouterr().out, 5)
-    said = f"all 5 steps are done; the newest checkpoint is {checkpoint}\n"
+    message = f"all 5 steps are done; the newest checkpoint is {checkpoint}\n"
     if verb == "sft":
         with pytest.raises(Started):  # its model is missing
             main([verb, *command])
         model = tmp_path / "done" / "model"
         model.mkdir()
-        said = f"all 5 steps are done; the model is in {model}\n"
+        message = f"all 5 steps are done; the model is in {model}\n"
     assert main([verb, *command]) == 0
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == message
     if verb == "sft":
-        os.utime(model, (1, 1))  # of a time when the run was shorter
+        os.utime(model, (1, 1))  # from a time when the run was shorter
         with pytest.raises(Started):
             main([verb, *command])
         return

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command within seconds, even one that resists, and reports what is saved."""
+"""Ctrl-C ends a command within seconds, even if the command resists, and reports what is saved."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_interrupted_command_ends_soon(unwinds: str, again_s: float | None, l
 
 
 def test_a_second_ctrl_c_right_behind_the_first_changes_nothing_of_how_it_ends() -> None:
-    """The command has left the blocks that listen, and is on its way out."""
+    """The command has left the blocks that handle signals and is about to exit."""
     run = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "soon"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -76,7 +76,7 @@ class Late:
     def __del__(self, write=os.write, sleep=time.sleep):
         write(1, b"leaves\\n")
         sleep(0.7)
-sys.late = Late()  # goes when the interpreter has put back how signals were
+sys.late = Late()  # ends when the interpreter has restored the signal handlers
 main._run = lambda words: (print("ready", flush=True), time.sleep(60))
 sys.exit(main.main(["train"]))
 """
@@ -96,7 +96,7 @@ def test_a_ctrl_c_while_the_interpreter_ends_changes_nothing_of_how_it_ends() ->
 
 
 def test_what_is_ignored_stays_ignored() -> None:
-    """As in the background of a script."""
+    """A background process of a script ignores SIGINT."""
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     program += "from mrl.cli.supervise import on_interrupt\nwith on_interrupt(str):\n"
     program += "    print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"

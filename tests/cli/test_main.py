@@ -98,9 +98,9 @@ def test_messages_hide_the_secrets_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HUB_TOKEN", "correct-horse-battery")
-    stand_in(monkeypatch, WorkerDied("it said correct-horse-battery"))
+    stand_in(monkeypatch, WorkerDied("it printed correct-horse-battery"))
     main(["demo"])
-    assert capsys.readouterr().err == "it said <redacted:HUB_TOKEN>\n"
+    assert capsys.readouterr().err == "it printed <redacted:HUB_TOKEN>\n"
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`mrl plan`: what it says, its exit codes, and that it answers at once without torch."""
+"""`mrl plan`: its output, its exit codes, and its fast answer without torch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_means_and_hardware_are_taken_from_the_command_line(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("configs/laptop-ppo.yaml", "--search"), "cluster.device: plans are for GPUs, not CPU slots (cluster"),
         ((PRESET, "--hardware", "v100"), '"v100" is not known'),
@@ -101,10 +101,10 @@ def test_means_and_hardware_are_taken_from_the_command_line(plan: Plan) -> None:
         ),
     ],
 )
-def test_mistakes(plan: Plan, arguments: tuple[str, ...], said: str) -> None:
+def test_mistakes(plan: Plan, arguments: tuple[str, ...], message: str) -> None:
     code, text, error = plan(*arguments)
     assert (code, text) == (2, "")
-    assert said in error
+    assert message in error
 
 
 def test_settings_that_are_not_counted_are_named(plan: Plan) -> None:
@@ -214,9 +214,9 @@ def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("mrl.cli.train._train", start)
     assert main(["train", "configs/grpo-llama3.1-70b-8n8g.yaml"]) == 1
-    said = capsys.readouterr().err
-    assert "6 of 8 nodes have joined\n  fix: add the others\nOn 4 nodes of h100-80gb this fits (predicted):\n" in said
-    (change,) = [line for line in said.splitlines() if "cluster.nodes=4" in line]
+    output = capsys.readouterr().err
+    assert "6 of 8 nodes have joined\n  fix: add the others\nOn 4 nodes of h100-80gb this fits (predicted):\n" in output
+    (change,) = [line for line in output.splitlines() if "cluster.nodes=4" in line]
     assert "placement.pools={all: 32}" in change
     assert main(["train", "configs/laptop-ppo.yaml"]) == 1
     assert "cluster.nodes=6 has 24 CPU slots for placement.pools; the search supports" in capsys.readouterr().err
@@ -227,7 +227,7 @@ def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
 
 
 def test_turns_say_what_reading_them_again_would_cost(plan: Plan) -> None:
-    """Behind 1,024 tokens, three turns share 7,168: they begin at 1,024, at a third more, and at two thirds more."""
+    """After 1,024 tokens, three turns share 7,168: they start at 1,024 plus none, a third and two thirds of these."""
     turns = ["agent.environments.calc={max_turns: 3, tools: {calc: {name: calculator}}}"]
     text = plan(PRESET, *turns)[1]
     assert "reads each of the 8,192 tokens of the longest conversation once; without it, 3 turns read 10,240." in text

@@ -1,4 +1,4 @@
-"""`mrl retriever`: starts, says where it is, answers, and ends by Ctrl-C; mistakes are messages."""
+"""`mrl retriever` starts, prints its address, answers, and ends by Ctrl-C. Mistakes are messages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def test_it_says_where_it_is_and_answers_until_it_is_interrupted(tmp_path: Path)
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"id": "0", "contents": "Ada\\nShe wrote."}\n{"id": "1", "contents": "Rome\\nA city."}\n')
     command = [sys.executable, "-m", "mrl.cli.main", "retriever", str(corpus), "--port", "0", "--topk", "1"]
-    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where the tests run in the background, too
+    hears = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also if the tests run in the background
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hears
     ) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()
-            assert said.startswith(f"2 passages of {corpus} at http://127.0.0.1:")
-            asked = urllib.request.Request(said.split()[-1], json.dumps({"query": "a city"}).encode())
+            line = process.stdout.readline()
+            assert line.startswith(f"2 passages of {corpus} at http://127.0.0.1:")
+            asked = urllib.request.Request(line.split()[-1], json.dumps({"query": "a city"}).encode())
             with urllib.request.urlopen(asked, timeout=10) as answer:
                 assert json.load(answer) == {"result": [[{"id": "1", "contents": "Rome\nA city."}]]}
             process.send_signal(signal.SIGINT)
@@ -44,7 +44,7 @@ def test_a_corpus_that_is_not_there_is_a_message(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--port", "70000"], "127.0.0.1:70000: "),
         (["--host", "256.0.0.1"], "256.0.0.1:8000: "),
@@ -52,11 +52,11 @@ def test_a_corpus_that_is_not_there_is_a_message(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_a_place_or_number_that_is_none_is_a_message(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "corpus.jsonl").write_text('{"contents": "a"}\n')
     assert main(["retriever", str(tmp_path / "corpus.jsonl"), *words]) == 1
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(message)
 
 
 def test_an_encoder_that_is_none_is_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

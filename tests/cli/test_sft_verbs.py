@@ -1,4 +1,4 @@
-"""The verbs that look at a configuration take one of `mrl sft` as well."""
+"""The verbs that read a configuration also accept one of `mrl sft`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_launch_runs_mrl_sft(
 
 
 def test_the_plan_is_that_of_the_actor_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """It equals PPO's plan of the same actor, alone on its devices."""
+    """The plan equals PPO's plan of the same actor, alone on its devices."""
     preset = str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml")
     rl = make_plan_input(load_config(preset), None)
     actor, tokens = rl.config.actor, rl.config.rollout.max_prompt_tokens + rl.config.rollout.max_response_tokens
@@ -122,7 +122,7 @@ def test_a_machine_holds_the_ranks_their_work_and_a_checkpoint() -> None:
 
 @pytest.mark.parametrize("reference", ["in_place", "once"])
 def test_a_reference_in_place_takes_memory(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its weights, and space for the policy's while they are in their place."""
+    """It takes memory for its weights, and for the policy's weights while it replaces them."""
     model, once = "Qwen/Qwen2.5-0.5B-Instruct", reference == "once"
     config = load_config_of("dpo", DPO, [f"preference.reference={reference}"]).config
     without = load_config_of("dpo", DPO, ["preference={loss: simpo, sft_weight: 0}"]).config
@@ -155,14 +155,14 @@ def test_the_rows_and_the_model_are_checked(tmp_path: Path) -> None:
     config = load_config_of("sft", SFT, overrides).config
     (model,) = check_models(config)
     assert (model.verdict, model.about) == ("ok", "model of the actor")
-    found = list(check_data(config, all_rows=True))
-    assert [(finding.verdict, finding.about) for finding in found] == [
+    findings = list(check_data(config, all_rows=True))
+    assert [(finding.verdict, finding.about) for finding in findings] == [
         ("ok", "tokenizer"),
         ("ok", "data.train.talks"),
         ("warn", "data.train.talks"),
         ("ok", "data.train"),
     ]
-    assert "must end with a message of role assistant, not user" in found[2].what
+    assert "must end with a message of role assistant, not user" in findings[2].what
     short = load_config_of("sft", SFT, [*overrides, "batch.max_response_tokens=4"]).config
     (failed, *_) = [finding for finding in check_data(short, all_rows=False) if "max_response_tokens" in finding.what]
     assert failed.verdict == "fail"

@@ -1,4 +1,4 @@
-"""`mrl show`, through the real command."""
+"""`mrl show` as a command."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_help_answers_within_half_a_second(arguments: tuple[str, ...]) -> None:
         begin = os.times()
         assert mrl(INSTALLED, *arguments).returncode == 0
         end = os.times()
-        # Of processor, which other work on the machine does not add to, and of the clock.
+        # CPU time, which other work on the machine does not change, and wall-clock time.
         processor = end.children_user + end.children_system - begin.children_user - begin.children_system
         return processor < 0.5 and end.elapsed - begin.elapsed < 2
 
@@ -61,9 +61,9 @@ def test_help_answers_within_half_a_second(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "said"), [(INSTALLED, "loaded: ['numpy']"), (NOT_INSTALLED, "ModuleNotFoundError")]
+    ("program", "message"), [(INSTALLED, "loaded: ['numpy']"), (NOT_INSTALLED, "ModuleNotFoundError")]
 )
-def test_a_heavy_import_would_be_noticed(program: str, said: str) -> None:
+def test_a_heavy_import_would_be_noticed(program: str, message: str) -> None:
     finished = mrl(program.replace("import main\n", "import main\nimport numpy\n"), "--version")
     assert finished.returncode != 0
-    assert said in finished.stderr
+    assert message in finished.stderr

@@ -60,8 +60,8 @@ def test_restarts_are_for_what_was_lost_and_counted_from_the_newest_checkpoint(
     assert supervise(["train"], tmp_path, 2, 0.0) == code
     assert not list(to_come.iterdir()), "each attempt was made"
     events = tmp_path / "events.jsonl"
-    told = [recorded.event for recorded in read_events(events)] if events.exists() else []
-    assert [(each.number, each.step) for each in told if isinstance(each, RunRestarted)] == restarts
+    recorded_events = [recorded.event for recorded in read_events(events)] if events.exists() else []
+    assert [(event.number, event.step) for event in recorded_events if isinstance(event, RunRestarted)] == restarts
 
 
 def test_the_watcher_writes_the_ending_of_a_run_that_was_killed(
@@ -119,8 +119,8 @@ def test_a_run_whose_devices_do_not_come_back_goes_on_with_fewer(
     fewer = [*whole, "cluster.nodes=1", "actor.parallel={pp: 1}", "--attempt"]
     assert made == [[*whole, "--attempt"]] * 2 + [fewer] * 2
     overrides = "cluster.nodes=1 'actor.parallel={pp: 1}'"
-    said = f"the run did not find enough devices, and continues with {overrides}: restart 2 of 5, from step 0"
-    assert said in capsys.readouterr().err
+    message = f"the run did not find enough devices, and continues with {overrides}: restart 2 of 5, from step 0"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

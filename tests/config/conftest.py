@@ -1,4 +1,4 @@
-"""A small valid configuration, and a way to write variants of it where the test runs."""
+"""A small valid configuration, and a function that writes variants of it to the current directory."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ rollout:
 
 @pytest.fixture
 def valid() -> str:
-    """The text of a configuration that passes every check."""
+    """Text of a configuration that passes every check."""
     return VALID
 
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Write a configuration into an empty current directory; returns its relative path."""
+    """Function that writes a configuration into an empty current directory and returns its relative path."""
     monkeypatch.chdir(tmp_path)
 
     def write_file(text: str | bytes, name: str = "run.yaml") -> str:

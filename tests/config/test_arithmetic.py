@@ -1,4 +1,4 @@
-"""The numbers that follow from a configuration, by hand, and the edges up to which its rules allow a value."""
+"""The numbers that follow from a configuration, computed by hand, and the limits of values in its rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def config_of(preset: str = "ppo-llama3.1-8b-1n8g", **changes: Any) -> Config:
-    """A preset with other values: `actor__parallel__tp=2`."""
+    """Return a preset with other values: `actor__parallel__tp=2`."""
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
     return load_config(str(CONFIGS / f"{preset}.yaml"), overrides).config
 
@@ -106,7 +106,7 @@ def test_engines_are_on_the_actors_devices_or_on_their_own() -> None:
 
 
 def refused(**changes: Any) -> set[str]:
-    """The keys that a configuration is refused for."""
+    """Return the keys with problems in a configuration."""
     try:
         config_of(**changes)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Settings of `asynchrony` that are refused, each with its reason and a fix, before anything starts."""
+"""Settings of `asynchrony` that are errors before the start, each with its reason and a fix."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RECOMPUTE = "asynchrony={ahead: 1, weights: in_flight, cache: recompute}"
     [
         ((*APART, WEIGHED, IN_FLIGHT), "keep"),
         ((*APART, WEIGHED, RECOMPUTE), "recompute"),
-        ((WEIGHED, IN_FLIGHT), "recompute"),  # engines that sleep lose it
+        ((WEIGHED, IN_FLIGHT), "recompute"),  # sleeping engines lose it
         ((*APART, WEIGHED, "asynchrony.ahead=1"), None),
         (("asynchrony.cache=recompute",), None),
     ],
@@ -56,7 +56,7 @@ def test_a_cache_is_kept_where_samples_are_weighed_and_engines_stay_awake(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ((*APART, "asynchrony.ahead=1"), r"algorithm\.correction: 1 batches ahead: samples of older weights"),
         ((*APART, WEIGHED, "asynchrony.ahead=1", "rollout.top_p=0.9"), r"rollout\.top_p: 0\.9: .*rollout\.top_p=1"),
@@ -85,6 +85,6 @@ def test_a_cache_is_kept_where_samples_are_weighed_and_engines_stay_awake(
         ((*APART, WEIGHED, "asynchrony.weights=sometimes"), 'weights: "sometimes" is not one of between, in_flight'),
     ],
 )
-def test_what_is_wrong_says_why_and_what_would_do(wrong: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_wrong_says_why_and_what_would_do(wrong: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load(*wrong)

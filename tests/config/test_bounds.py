@@ -1,4 +1,4 @@
-"""The ranges and forms of values, at their edges."""
+"""The ranges and forms of values, at their limits."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def test_a_bound_is_kept_to_its_edge(annotation: Any, allowed: list[Any], refuse
 
 
 def test_bounds_in_words() -> None:
-    said = [str(get_args(annotation)[1]) for annotation in (Count, Seconds, Proportion, Text)]
-    assert said == ["at least 1", "more than 0", "from 0 to 1", "one line of text"]
+    texts = [str(get_args(annotation)[1]) for annotation in (Count, Seconds, Proportion, Text)]
+    assert texts == ["at least 1", "more than 0", "from 0 to 1", "one line of text"]

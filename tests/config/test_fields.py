@@ -1,4 +1,4 @@
-"""All fields of the libraries' classes that sections are handed to: each is taken, set by mrl, or refused, once."""
+"""Fields of the library classes that receive sections: each is accepted, set by mrl, or refused, in one list only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEWEST_FIELDS = {"actor.megatron": 240, "actor.ddp": 27, "actor.optimizer": 50, 
 
 
 def undecided(target: Target, fields: Iterable[str]) -> list[str]:
-    """Return the fields that are neither set by mrl, nor taken, nor refused with a reason."""
+    """Return the fields that are not set by mrl, not accepted, and not refused with a reason."""
     rules = target.rules
     return [name for name in fields if not (name in target.owned or name in rules.taken or rules.reason(name))]
 

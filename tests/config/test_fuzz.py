@@ -1,4 +1,4 @@
-"""Small random damage to a valid configuration: it loads, or it is a ConfigError. Never anything else."""
+"""After small random damage, a configuration loads or raises ConfigError. No other error occurs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts never hold one run, also where a lock of one does not hold on the other."""
+"""Two hosts never hold the same run, even if a lock of one host has no effect on the other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def held_elsewhere(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """By a process that believes to be on another host."""
+    """Hold a run in a process that believes it is on another host."""
     boot = path.with_name("boot")
     boot.write_text("another\n")
     holder = subprocess.Popen(
@@ -99,7 +99,7 @@ def test_one_whose_disk_was_full_for_a_while_is_seen_to_live(tmp_path: Path, mon
     monkeypatch.setattr(module, "_BEAT_S", 0.05)
     with lease(path):
         aside = path.with_suffix(".new")
-        aside.mkdir()  # in its place nothing can be written
+        aside.mkdir()  # nothing can be written at its path
         time.sleep(0.2)
         before = path.read_text()
         aside.rmdir()
@@ -117,9 +117,9 @@ def test_a_run_whose_directory_is_gone_ends_soon_and_says_so(how: str, tmp_path:
         shutil.rmtree(directory) if how == "removed" else directory.rename(tmp_path / "other")
         assert holder.wait(10) == 1
         assert holder.stderr is not None
-        said = holder.stderr.read()
-        assert said.startswith(f"{directory}: the run's directory was removed or renamed, so nothing can be")
-        assert said.count("\n") == 1
+        stderr = holder.stderr.read()
+        assert stderr.startswith(f"{directory}: the run's directory was removed or renamed, so nothing can be")
+        assert stderr.count("\n") == 1
 
 
 def test_a_directory_that_is_back_at_once_ends_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loading: layers, origins, interpolation, strict types, and everything that must be accepted."""
+"""Loading: layers, origins, interpolation, strict types, and values that must be accepted."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("world", "tp", "cp", "pp", "ep", "etp"), LAYOUTS)
 def test_ranks_stand_where_megatron_puts_them(world: int, tp: int, cp: int, pp: int, ep: int, etp: int) -> None:
-    """Megatron's own rank generator, group by group: the n-th rank of a group has coordinate n on its axis."""
+    """Compare with Megatron's rank generator: the n-th rank of a group has coordinate n on its axis."""
     parallel_state = pytest.importorskip("megatron.core.parallel_state")
     mesh = Mesh(world, tp, cp, pp, ep, etp)
     dense = parallel_state.RankGenerator(tp=tp, ep=1, dp=mesh.dp, pp=pp, cp=cp, order="tp-cp-ep-dp-pp")

@@ -1,4 +1,4 @@
-"""A run's models are found and recorded before it begins, and stay the same when it continues."""
+"""The models of a run are located and recorded before it starts, and stay the same when it continues."""
 
 from __future__ import annotations
 

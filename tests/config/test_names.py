@@ -1,5 +1,4 @@
-"""Unknown names, and values of a wrong type that are passed on, are errors of the configuration, reported before a
-run."""
+"""Unknown names, and passed-on values of a wrong type, are configuration errors before a run."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ UNKNOWN = {
     "reward.functions.answer.name=broken_parts:score": "broken_parts.py cannot be read as Python: invalid syntax",
     "algorithm.advantage=nowhere.at_all:grpo": "",
 }
-"""Override -> problem of its key; empty if the module is not on this machine, which gives only a warning."""
+"""Problem of each override's key. Empty if the module is not on this machine, which only gives a warning."""
 WRONG_TYPES = {
     "actor.optimizer.lr=fast": 'must be float or null, not "fast"',
     "actor.optimizer.lr=[1e-6]": "must be float or null, not [1e-06]",
@@ -95,12 +94,12 @@ WRONG_TYPES = {
     "rollout.vllm.max_lora_rank=7": "512, not 7",
     "rollout.vllm.hf_overrides=7": "",
 }
-"""The same for types and choices; empty if only the library itself can check them."""
+"""The same for types and choices. Empty if only the library can check them."""
 
 
 @pytest.fixture
 def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's module that would never load: its parts are found without being imported."""
+    """A user's module that would never load. Its parts are found without importing it."""
     source = "raise SystemExit('imported')\nif True:\n    def grpo(): ...\nasync def score(): ...\nclass Engine: ...\n"
     (tmp_path / "own_parts.py").write_text(f"{source}loss, rows = 1, []\nfrom json import loads as k1\n")
     (tmp_path / "broken_parts.py").write_text("def score(:\n")
@@ -118,9 +117,9 @@ def said_of(path: str, override: str) -> str:
 @pytest.mark.parametrize("override", UNKNOWN)
 @pytest.mark.usefixtures("own_parts")
 def test_a_name_that_nothing_goes_by(override: str, valid: str, write: Write) -> None:
-    said = said_of(write(valid), override)
-    assert UNKNOWN[override] in said
-    assert bool(said) == bool(UNKNOWN[override])
+    message = said_of(write(valid), override)
+    assert UNKNOWN[override] in message
+    assert bool(message) == bool(UNKNOWN[override])
 
 
 @pytest.mark.parametrize("name", ["grpo", "k1", "Engine", "loss", "score"])
@@ -138,9 +137,9 @@ def test_a_module_that_is_not_here_is_warned_of(valid: str, write: Write) -> Non
 @pytest.mark.needs
 @pytest.mark.parametrize("override", WRONG_TYPES)
 def test_a_value_of_a_wrong_type(override: str, valid: str, write: Write) -> None:
-    said = said_of(write(valid), override)
-    assert WRONG_TYPES[override] in said
-    assert bool(said) == bool(WRONG_TYPES[override])
+    message = said_of(write(valid), override)
+    assert WRONG_TYPES[override] in message
+    assert bool(message) == bool(WRONG_TYPES[override])
 
 
 def test_what_the_plan_reads_is_checked_without_the_libraries(valid: str, write: Write) -> None:
@@ -152,10 +151,10 @@ def test_what_the_plan_reads_is_checked_without_the_libraries(valid: str, write:
     )
     wrong = ["rollout.vllm.dtype=3", "actor.ddp.bucket_size=many", "rollout.vllm.max_num_seqs=few"]
     began = time.perf_counter()
-    said = run_python("-c", code, *wrong, cwd=Path.cwd(), exit_code=1)
-    assert "must be bfloat16, float16 or float32, not 3" in said
-    assert 'actor.ddp.bucket_size: must be int or null, not "many"' in said
-    assert 'rollout.vllm.max_num_seqs: must be int or null, not "few"' in said
+    output = run_python("-c", code, *wrong, cwd=Path.cwd(), exit_code=1)
+    assert "must be bfloat16, float16 or float32, not 3" in output
+    assert 'actor.ddp.bucket_size: must be int or null, not "many"' in output
+    assert 'rollout.vllm.max_num_seqs: must be int or null, not "few"' in output
     assert time.perf_counter() - began < 20
 
 

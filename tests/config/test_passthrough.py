@@ -1,4 +1,4 @@
-"""Handed-on keys: real names where the libraries are, a visible warning where they are not."""
+"""Passed-on keys: checked names if the libraries are installed, otherwise a visible warning."""
 
 from __future__ import annotations
 

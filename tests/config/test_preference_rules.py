@@ -1,4 +1,4 @@
-"""Wrong configurations of `mrl rm` and `mrl dpo`, each with exactly the messages that it must give."""
+"""Wrong configurations of `mrl rm` and `mrl dpo`, each with its exact messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference model as a role: turned on by its pool, laid out as the actor unless it says otherwise."""
+"""The reference model as a role: enabled by its pool, with the actor's layout by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each file of rules reports keys of its own sections only, so the name of a file shows whose rules it holds."""
+"""Each file of rules only reports keys of its sections, so the name of a file shows which rules it has."""
 
 from __future__ import annotations
 

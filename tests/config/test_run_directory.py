@@ -1,4 +1,4 @@
-"""The run directory: private with any umask, held by one process, with the resolved configuration in it."""
+"""The run directory is private with any umask, held by one process, and contains the resolved configuration."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_a_run_is_never_written_over(valid: str, write: Write) -> None:
 
 def test_an_attempt_that_failed_before_its_first_checkpoint_is_set_aside(valid: str, write: Write) -> None:
     path = write(valid)
-    said: list[str] = []
+    messages: list[str] = []
     for epochs in (1, 2, 3):
         resolved = load_config(path, [f"batch.epochs_per_step={epochs}"])
-        with open_run_directory(resolved, may_go_on=True, warn=said.append) as directory:
+        with open_run_directory(resolved, may_go_on=True, warn=messages.append) as directory:
             (directory / "logs" / f"attempt {epochs}").touch()
-    assert [line.rpartition("/")[2] for line in said] == ["attempt-1", "attempt-2"]
-    assert {each.name for each in directory.iterdir()} == {".lock", "attempt-1", "attempt-2", "config.yaml", "logs"}
+    assert [line.rpartition("/")[2] for line in messages] == ["attempt-1", "attempt-2"]
+    assert {entry.name for entry in directory.iterdir()} == {".lock", "attempt-1", "attempt-2", "config.yaml", "logs"}
     kept = [next((directory / name / "logs").iterdir()).name for name in ("attempt-1", "attempt-2", ".")]
     assert kept == ["attempt 1", "attempt 2", "attempt 3"], "nothing is lost"
     assert "epochs_per_step: 1" in (directory / "attempt-1" / "config.yaml").read_text()
@@ -129,8 +129,8 @@ def test_a_run_that_another_host_runs(valid: str, write: Write, monkeypatch: pyt
         yield "pid 7 on node3"
 
     monkeypatch.setattr("mrl.config.resolved.run_directory.lease", held)
-    said = refusal(load_config(write(valid)))
-    assert said.startswith("runs/demo: run.name: pid 7 on node3 is running this run (wait for it")
+    message = refusal(load_config(write(valid)))
+    assert message.startswith("runs/demo: run.name: pid 7 on node3 is running this run (wait for it")
     assert not Path("runs/demo/config.yaml").exists()
 
 

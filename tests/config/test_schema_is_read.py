@@ -1,4 +1,4 @@
-"""Every key of the schema is read by code: a key that nothing reads is a promise that nothing keeps.
+"""Every key of the schema is read by code: a key that is never read would have no effect.
 
 Reads are found by a small type inference over the sources of mrl: parameters, attributes and local names
 whose type is a configuration dataclass, followed through attribute chains, calls, loops and dictionaries.
@@ -43,14 +43,14 @@ class Known:
     bases: dict[str, list[str]] = field(default_factory=dict)
     returns: dict[str, Type] = field(default_factory=dict)
     type_variables: dict[str, str] = field(default_factory=dict)
-    """These and names of unions, each with the first class that it may be."""
+    """These names and names of unions, each with the first class of the union."""
 
     def lineage(self, name: str) -> list[str]:
         """Return a class of mrl, then the classes that it inherits from."""
         return [name, *(above for base in self.bases[name] if base in self.bases for above in self.lineage(base))]
 
     def type_of(self, annotation: ast.expr | None) -> Type | None:
-        """The type that an annotation names, where it is a class of mrl or a dictionary of one."""
+        """Return the type of an annotation if it is a class of mrl or a dictionary of one."""
         match annotation:
             case ast.Constant(value=str(text)):
                 return self.type_of(ast.parse(text, mode="eval").body)
@@ -74,14 +74,14 @@ class Known:
 
 @dataclass
 class Scope:
-    """The names of one function and their types, and the reads found in it."""
+    """Names of one function with their types, and the reads in it."""
 
     known: Known
     names: dict[str, Type]
     reads: set[Read]
 
     def infer(self, expression: ast.expr) -> Type | None:
-        """The type of an expression; every attribute of a known class on the way is a read."""
+        """Return the type of an expression. Each attribute of a known class on the way is a read."""
         match expression:
             case ast.Name(id=name):
                 return self.names.get(name)
@@ -105,17 +105,17 @@ class Scope:
         return None
 
     def bind(self, target: ast.expr, value: ast.expr) -> None:
-        """Note the type that an assignment gives a name."""
+        """Record the type that an assignment gives to a name."""
         match target, value:
             case ast.Tuple(elts=targets), ast.Tuple(elts=values) if len(targets) == len(values):
                 for inner_target, inner_value in zip(targets, values, strict=True):
                     self.bind(inner_target, inner_value)
             case ast.Name(id=name), _:
-                if found := self.infer(value):
-                    self.names[name] = found
+                if type_ := self.infer(value):
+                    self.names[name] = type_
 
     def bind_loop(self, target: ast.expr, iterated: ast.expr) -> None:
-        """Note the type of the values that a loop goes through."""
+        """Record the type of the values that a loop iterates over."""
         match target, iterated:
             case ast.Tuple(elts=[_, ast.Name(id=name)]), ast.Call(func=ast.Attribute(value=value, attr="items")):
                 pass
@@ -123,13 +123,13 @@ class Scope:
                 pass
             case _:
                 return
-        found = self.infer(value)
-        if found is not None and found.of_dict:
-            self.names[name] = Type(found.name)
+        type_ = self.infer(value)
+        if type_ is not None and type_.of_dict:
+            self.names[name] = Type(type_.name)
 
 
 def declare(trees: list[ast.Module]) -> Known:
-    """Classes, their annotated attributes, what methods and functions return, and what __init__ gives self."""
+    """Return classes with annotated attributes, return types, and attributes set in __init__."""
     classes = [node for tree in trees for node in inside(tree) if isinstance(node, ast.ClassDef)]
     known = Known({definition.name: {} for definition in classes})
     for definition in classes:
@@ -146,16 +146,16 @@ def declare(trees: list[ast.Module]) -> Known:
                     known.type_variables[name] = first
     for tree in trees:
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and (found := known.type_of(node.returns)):
-                known.returns[node.name] = found
+            if isinstance(node, ast.FunctionDef) and (type_ := known.type_of(node.returns)):
+                known.returns[node.name] = type_
     for definition in classes:
         attributes = known.attributes[definition.name]
         for node in definition.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                if found := known.type_of(node.annotation):
-                    attributes[node.target.id] = found
-            elif isinstance(node, ast.FunctionDef) and (found := known.type_of(node.returns)):
-                known.returns[f"{definition.name}.{node.name}"] = found
+                if type_ := known.type_of(node.annotation):
+                    attributes[node.target.id] = type_
+            elif isinstance(node, ast.FunctionDef) and (type_ := known.type_of(node.returns)):
+                known.returns[f"{definition.name}.{node.name}"] = type_
     for definition in classes:
         for node in definition.body:
             if isinstance(node, ast.FunctionDef):
@@ -164,8 +164,8 @@ def declare(trees: list[ast.Module]) -> Known:
 
 
 def self_attributes(function: ast.FunctionDef, scope: Scope) -> dict[str, Type]:
-    """The types of `self.name = ...` in a method."""
-    found = {}
+    """Return the types of `self.name = ...` in a method."""
+    attributes = {}
     for node in inside(function):
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
@@ -178,27 +178,27 @@ def self_attributes(function: ast.FunctionDef, scope: Scope) -> dict[str, Type]:
             match target:
                 case ast.Attribute(value=ast.Name(id="self"), attr=name):
                     if kind := scope.infer(value):
-                        found[name] = kind
-    return found
+                        attributes[name] = kind
+    return attributes
 
 
 def scope_of(
     function: ast.FunctionDef, owner: ast.ClassDef | None, known: Known, reads: set[Read], outer: Scope | None = None
 ) -> Scope:
-    """The scope of a function with all names that its parameters, assignments and loops give a type."""
+    """Return the scope of a function with all names typed by parameters, assignments and loops."""
     scope = Scope(known, dict(outer.names) if outer else {}, reads)
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     for argument in arguments:
-        if found := known.type_of(argument.annotation):
-            scope.names[argument.arg] = found
+        if type_ := known.type_of(argument.annotation):
+            scope.names[argument.arg] = type_
     if owner is not None and arguments:
         scope.names.setdefault(arguments[0].arg, Type(owner.name))
     for _ in range(2):  # a name may be used above the line that gives it its type (loops, nested functions)
         for node in inside(function):
             match node:
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
-                    if found := known.type_of(annotation):
-                        scope.names[name] = found
+                    if type_ := known.type_of(annotation):
+                        scope.names[name] = type_
                 case ast.Assign(targets=[target], value=value) | ast.NamedExpr(target=target, value=value):
                     scope.bind(target, value)
                 case ast.For(target=target, iter=iterated) | ast.comprehension(target=target, iter=iterated):
@@ -218,7 +218,7 @@ def functions(
 
 
 def reads_in(sources: dict[str, str]) -> set[Read]:
-    """(class, attribute) pairs that the sources read; a declaration in the schema is no read, its methods' are."""
+    """Return (class, attribute) pairs that the sources read. Declarations in the schema do not count."""
     trees = [parsed(text) for text in sources.values()]
     known = declare(trees)
     reads: set[Read] = set()

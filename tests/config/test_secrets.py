@@ -1,4 +1,4 @@
-"""Canaries: a secret, however it comes into a configuration, is in no rendering, error, warning or run directory."""
+"""Canaries: a secret in a configuration appears in no rendering, error, warning or run directory."""
 
 from __future__ import annotations
 

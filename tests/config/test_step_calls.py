@@ -1,4 +1,4 @@
-"""Which calls a step makes, and which columns they cannot do without."""
+"""The calls of a step, and the columns that they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong configurations, each with exactly the messages that it must give."""
+"""Wrong configurations, each with its exact messages."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_message(case: dict[str, Any], valid: str, write: Callable[..., str], mo
     for old, new in case.get("edits", {}).items():
         assert text.count(old) == 1, f"{old!r} must occur once in the valid configuration"
         text = text.replace(old, new)
-    rewards = ", ".join(reward_functions())  # a new one need not be written into these texts
-    expected = [each.replace("$PWD", str(Path.cwd())).replace("$REWARDS", rewards) for each in case["problems"]]
+    rewards = ", ".join(reward_functions())  # new names do not have to be added to these texts
+    expected = [problem.replace("$PWD", str(Path.cwd())).replace("$REWARDS", rewards) for problem in case["problems"]]
     assert problems_of(write(text), case.get("overrides")) == expected
 
 
@@ -155,9 +155,9 @@ def test_alias_bomb_is_refused_in_bounded_time(write: Callable[..., str]) -> Non
     [
         ("a" + ".a" * 1000 + "=1", 'command line: "a' + ".a" * 1000 + '" is not an override (write key.path=value)'),
         (
-            "model.path=~nobody-of-this-name/model",
-            "command line: model.path: $PWD/~nobody-of-this-name/model is not a directory, and "
-            '"~nobody-of-this-name/model" is not a name on the hub (organization/name[@revision])',
+            "model.path=~no-such-user/model",
+            "command line: model.path: $PWD/~no-such-user/model is not a directory, and "
+            '"~no-such-user/model" is not a name on the hub (organization/name[@revision])',
         ),
         (
             "model.path=./" + "x" * 300,

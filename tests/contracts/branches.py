@@ -1,4 +1,4 @@
-"""Where mrl does something for CUDA alone: such code runs in none of the tests without a GPU."""
+"""Find code of mrl that only runs on CUDA. No test without a GPU runs it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 MRL = Path(__file__).parents[2] / "mrl"
 _CUDA_WORD = re.compile(r"cuda|cumem|transformer_engine(?!_fault)|ProcessGroupNCCL|TRITON|is_cpu")
-STAND_IN = "engine/cpu_shim.py"  # stands in for CUDA, and refuses to be installed where there is some
+STAND_IN = "engine/cpu_shim.py"  # replaces CUDA on a CPU; installing it on a machine with CUDA is an error
 
 
 def cuda_branches() -> set[str]:
-    """Return `file.py:function` of every function of mrl that has a word of CUDA in it."""
+    """Return `file.py:function` of each function of mrl that uses a name of CUDA."""
     files = sorted(file for file in MRL.rglob("*.py") if str(file.relative_to(MRL)) != STAND_IN)
     return {f"{file.relative_to(MRL)}:{name}" for file in files for name in cuda_scopes(file.read_text())}
 
 
 def cuda_scopes(source: str) -> set[str]:
-    """Return the functions with a name that is CUDA's, or that compare something with `"cuda"` or pass it on.
+    """Return the functions that use a name of CUDA, compare a value with `"cuda"`, or pass `"cuda"` as an argument.
 
-    An import alone is none: what it brings is named where it is used. What a module does outside of any function
-    counts for `<module>`.
+    An import alone does not count, because the imported name is found where it is used. Code outside of functions
+    counts as `<module>`.
     """
     return {name or "<module>" for name, node in _scoped(ast.parse(source), "") if _is_cuda(node)}
 

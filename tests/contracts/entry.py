@@ -1,4 +1,4 @@
-"""One thing of a library that mrl relies on, and how its source is asked for it: by syntax tree, never by import."""
+"""A part of a library that mrl relies on, and how to find it in the source: by syntax tree, never by import."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class Entry:
-    """What a function of mrl, `file.py:name` without `mrl/`, relies on in a file of a library.
+    """A fact about a library's file on which a function of mrl (`file.py:name` without `mrl/`) relies.
 
-    name        this is there
-    signature   it can be called like this: leading parameters by place, those after `*` by name
-    field       a class has this annotated field, of this type
-    default     a field, a parameter or a name of the module has this value
-    member      an enum has this member, of this value
-    outline     a function's body is this, with `...` for what stands under an `if`
-    statement   a function has this statement somewhere
+    name        the name exists
+    signature   the function accepts these parameters: leading ones by position, the ones after `*` by name
+    field       the class has this annotated field, with this type
+    default     the field, parameter or module variable has this value
+    member      the enum has this member, with this value
+    outline     the function has this body, with `...` for the body of each `if`
+    statement   the function has this statement somewhere
     """
 
     branch: str
@@ -38,58 +38,58 @@ class Entry:
 
     @property
     def library(self) -> str:
-        """The library, and after `@` its version where that is not the pinned one."""
+        """Name of the library, followed by `@` and its version if that is not the pinned one."""
         return self.file.partition("/")[0]
 
     @property
     def member(self) -> str:
-        """The file in the library's wheel."""
+        """Path of the file in the library's wheel."""
         return self.file.replace(self.library, self.library.partition("@")[0], 1)
 
     def look_up(self, source: str) -> Fact:
-        """Return what the library's source says of this thing, in a form that can be stored; None where it has none."""
-        found = resolve(ast.parse(source), self.name.split("."))
-        return None if found is None else _fact(self.kind, found)
+        """Return the fact from the library's source in storable form, or None if the name does not exist."""
+        node = resolve(ast.parse(source), self.name.split("."))
+        return None if node is None else _fact(self.kind, node)
 
     def complaint(self, fact: Fact) -> str:
-        """Return why a library with this fact is not as relied on; empty where it is."""
+        """Return how this fact differs from the expected one, or an empty string if it does not."""
         if fact is None:
             return f"{self.file} has no {self.name}"
         return next((f"{self.file}: {self.name} {why}" for why in _complaints(self.kind, self.relied, fact)), "")
 
     @property
     def question(self) -> str:
-        """What is looked up, whatever is relied on of it."""
+        """Key of the lookup, without the expected value."""
         return f"{self.kind} {self.file} {self.name}"
 
 
 def read_table(file: Path) -> list[Entry]:
-    """Return a table's entries: by file and function of mrl, lines of kind, file, name and what is relied on."""
+    """Return the entries of a table. Per file and function of mrl it has lines of kind, file, name, expected value."""
     kinds = get_args(Kind)
     entries = []
     for path, functions in yaml.safe_load(file.read_text()).items():
         for function, lines in functions.items():
             for line in lines:
                 kind, source, name, relied = [*line.split(maxsplit=3), ""][:4]
-                assert kind in kinds, f"{kind} is none of {', '.join(kinds)}: {line}"
+                assert kind in kinds, f"unknown kind {kind}, not one of {', '.join(kinds)}: {line}"
                 entries.append(Entry(f"{path}:{function}", kind, source, name, relied))
     return entries
 
 
-def _fact(kind: Kind, found: ast.AST) -> Fact:
-    """Return the looked-up part alone: parameters, a type, a value, lines, or the digests of all statements.
+def _fact(kind: Kind, target: ast.AST) -> Fact:
+    """Return only the part that is compared: parameters, a type, a value, lines, or digests of all statements.
 
-    What is not of its kind is empty.
+    The result is empty if the node has another kind.
     """
-    value = found.value if isinstance(found, (ast.AnnAssign, ast.Assign)) else found
+    value = target.value if isinstance(target, (ast.AnnAssign, ast.Assign)) else target
     text = ast.unparse(value) if isinstance(value, ast.expr) else "nothing"
-    function = resolve(found, ["__init__"]) if isinstance(found, ast.ClassDef) else found
+    function = resolve(target, ["__init__"]) if isinstance(target, ast.ClassDef) else target
     if kind == "field":
-        return ast.unparse(found.annotation) if isinstance(found, ast.AnnAssign) else ""
+        return ast.unparse(target.annotation) if isinstance(target, ast.AnnAssign) else ""
     if kind == "default":
         return text
     if kind == "member":
-        return text if isinstance(found, ast.Assign) else ""
+        return text if isinstance(target, ast.Assign) else ""
     if kind == "name":
         return "there"
     if not isinstance(function, Function):
@@ -110,7 +110,7 @@ def _complaints(kind: Kind, relied: str, fact: str | list[str]) -> Iterator[str]
         yield "is no function"
     elif kind == "signature":
         call = ast.parse(f"def f{fact}: 0").body[0]
-        assert isinstance(call, ast.FunctionDef), "it was made of a function"
+        assert isinstance(call, ast.FunctionDef), "the fact is a function's parameters"
         yield from _misfits(call.args, relied)
     elif kind == "field" and not fact:
         yield "is no annotated field"
@@ -127,26 +127,27 @@ def _complaints(kind: Kind, relied: str, fact: str | list[str]) -> Iterator[str]
 
 
 def resolve(scope: ast.AST, names: Sequence[str]) -> ast.AST | None:
-    """Return what a dotted name is: a definition, what is assigned (also to self), a parameter's default."""
+    """Return the node of a dotted name: a definition, an assignment (also to self), or a parameter's default."""
     if not names:
         return scope
     if isinstance(scope, Function) and len(names) == 1:
         return _defaults(scope.args).get(names[0])
     bound = [node for node in _statements(scope) if names[0] in _binds(node)]
-    bound.sort(key=lambda node: not isinstance(node, (ast.ClassDef, *Function)))  # a stand-in, `name = None`, is last
+    # definitions first: a placeholder, `name = None`, comes last
+    bound.sort(key=lambda node: not isinstance(node, (ast.ClassDef, *Function)))
     return next((inner for node in bound if (inner := resolve(node, names[1:])) is not None), None)
 
 
 def _statements(scope: ast.AST) -> Iterator[ast.AST]:
-    """The statements of a module or class, through `if`, `try` and `with`; of a class also those on self."""
+    """Yield statements of a module or class, also inside `if`, `try`, `with`, and a class's assignments to self."""
     for node in ast.iter_child_nodes(scope):
         yield node
         if isinstance(node, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
             yield from _statements(node)
         elif isinstance(scope, ast.ClassDef) and isinstance(node, Function):
-            for each in ast.walk(node):
-                if any(name.startswith("self.") for name in _assigned(each)):
-                    yield each
+            for inner in ast.walk(node):
+                if any(name.startswith("self.") for name in _assigned(inner)):
+                    yield inner
 
 
 def _binds(node: ast.AST) -> list[str]:
@@ -159,7 +160,7 @@ def _binds(node: ast.AST) -> list[str]:
 
 def _assigned(node: ast.AST) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    single = [each for target in targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    single = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
     return [ast.unparse(target) for target in single]
 
 
@@ -170,22 +171,23 @@ def _defaults(arguments: ast.arguments) -> dict[str, ast.expr]:
     return {argument.arg: default for argument, default in pairs if default is not None}
 
 
-def _misfits(has: ast.arguments, relied: str) -> Iterator[str]:
+def _misfits(actual: ast.arguments, relied: str) -> Iterator[str]:
     call = ast.parse(f"lambda {relied}: 0", mode="eval").body
-    assert isinstance(call, ast.Lambda), "what stands in the table are parameters"
-    placed = [each.arg for each in [*has.posonlyargs, *has.args] if each.arg not in ("self", "cls")]
-    known, given = {*placed, *(each.arg for each in has.kwonlyargs)}, [each.arg for each in call.args.args]
-    named = {each.arg for each in call.args.kwonlyargs}
-    if given != placed[: len(given)]:
-        yield f"takes {', '.join(placed)} by place, not {', '.join(given)}"
+    assert isinstance(call, ast.Lambda), "the expected value is a list of parameters"
+    placed = [argument.arg for argument in [*actual.posonlyargs, *actual.args] if argument.arg not in ("self", "cls")]
+    known = {*placed, *(argument.arg for argument in actual.kwonlyargs)}
+    positional = [argument.arg for argument in call.args.args]
+    named = {argument.arg for argument in call.args.kwonlyargs}
+    if positional != placed[: len(positional)]:
+        yield f"takes {', '.join(placed)} by position, not {', '.join(positional)}"
     if unknown := sorted(named - known):
         yield f"has no parameter {', '.join(unknown)}"
-    if wanted := sorted(known - {*given, *named, *_defaults(has)}):
-        yield f"wants {', '.join(wanted)} as well"
+    if required := sorted(known - {*positional, *named, *_defaults(actual)}):
+        yield f"also requires {', '.join(required)}"
 
 
 def outline(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """Return a function's statements in lines, without its docstring and without what stands under an `if`."""
+    """Return a function's statements in lines, without its docstring and without the body of each `if`."""
     lines: list[str] = []
     for node in function.body[ast.get_docstring(function) is not None :]:
         word = "if"

@@ -1,4 +1,4 @@
-"""Sources of pinned packages as the package index has them, member by member, and nothing of them installed."""
+"""Read source files of pinned packages from the package index, without installing the packages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _TIMEOUT_S = 120
 
 
 class IndexSilent(Exception):
-    """The package index does not answer, for this reason."""
+    """The package index does not answer; the message has the reason."""
 
 
 class _Remote(io.RawIOBase):
-    """A file behind an address, of which only what is read is transferred."""
+    """A file at a URL. Only the parts that are read are transferred."""
 
     def __init__(self, url: str, size: int) -> None:
         self._url, self._size, self._at = url, size, 0
@@ -58,38 +58,38 @@ def _answer(request: str | urllib.request.Request) -> Any:
 
 
 def _open_parts(url: str) -> Any:
-    """A file to read parts of; where the index sends whole files only, all of it."""
+    """Open a file for reading parts of it; download all of it if the index only sends whole files."""
     with _open(url, "bytes=0-0") as answer:
         size = (answer.headers["Content-Range"] or "").rpartition("/")[2]
         return io.BufferedReader(_Remote(url, int(size)), 1 << 18) if size else io.BytesIO(answer.read())
 
 
 def url_of(name: str, version: str) -> str:
-    """Return where the file is that Python 3.12 on Linux takes: a wheel, or the source where there is none."""
-    asked = [sys.executable, "-m", "pip", "index", "versions", name, "-vv", "--python-version=3.12", "--retries=1"]
+    """Return the URL of the file that Python 3.12 on Linux installs: a wheel, or the source if no wheel exists."""
+    command = [sys.executable, "-m", "pip", "index", "versions", name, "-vv", "--python-version=3.12", "--retries=1"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise IndexSilent(f"no answer within {error.timeout:g} s") from error
-    if said.returncode:
-        raise IndexSilent(said.stderr.strip().splitlines()[-1])
-    urls = {file: url for url, file in _FOUND.findall(said.stdout)}
+    if listing.returncode:
+        raise IndexSilent(listing.stderr.strip().splitlines()[-1])
+    urls = {file: url for url, file in _FOUND.findall(listing.stdout)}
     begin = rf"{name.replace('-', '[-_]')}-{re.escape(version)}"
-    wanted = [re.compile(begin + _FOR_LINUX), re.compile(begin + r"\.tar\.gz")]
-    found = [url for pattern in wanted for file, url in urls.items() if pattern.fullmatch(file)]
-    assert found, f"the index has no {name} {version} for Linux, of {len(urls)} files"
-    return found[0]
+    patterns = [re.compile(begin + _FOR_LINUX), re.compile(begin + r"\.tar\.gz")]
+    matches = [url for pattern in patterns for file, url in urls.items() if pattern.fullmatch(file)]
+    assert matches, f"the index has no {name} {version} for Linux among {len(urls)} files"
+    return matches[0]
 
 
 def read_wheel(url: str, members: Iterable[str]) -> dict[str, str]:
-    """Return the text of these members of a wheel; empty for what it has not."""
+    """Return the text of these members of a wheel, or an empty text for a member that does not exist."""
     with zipfile.ZipFile(_open_parts(url)) as wheel:
-        there = set(wheel.namelist())
-        return {member: wheel.read(member).decode() if member in there else "" for member in members}
+        present = set(wheel.namelist())
+        return {member: wheel.read(member).decode() if member in present else "" for member in members}
 
 
 def read_archive(url: str) -> dict[str, str]:
-    """Return the text files of a small source archive, below its own directory."""
+    """Return the text files of a small source archive by their path below its top directory."""
     with (
         _answer(url) as answer,
         tarfile.open(fileobj=io.BytesIO(answer.read())) as archive,

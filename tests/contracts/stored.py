@@ -1,6 +1,6 @@
-"""What was last looked up in the libraries that CUDA needs: for where the package index does not answer.
+"""Stored facts of the libraries that CUDA needs, for machines where the package index does not answer.
 
-The copy holds facts alone: names, parameters, values, and digests of statements; no source of any library.
+The copy holds only facts: names, parameters, values, and digests of statements. It holds no library's source.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ REFRESH = "run `python -m tests.contracts.refresh` where the package index answe
 
 
 def package_of(library: str) -> tuple[str, str]:
-    """Return the package of a library of the table, and the version that is looked up."""
+    """Return the package of a library in the table, and the version to look up."""
     name, _, version = library.partition("@")
     return PACKAGES[name], version or PINS[PACKAGES[name]]
 
 
 @dataclass
 class Stored:
-    """Facts by library and question, of one version each."""
+    """Facts by library and question, for one version of each library."""
 
     versions: dict[str, str]
     facts: dict[str, dict[str, Fact]]
     fields: dict[str, list[str]]
-    """Names of the fields of each class that a section of the configuration is handed to."""
+    """Field names of each class that receives a section of the configuration."""
     extension_words: list[str]
     """Names of environment variables in the source of Transformer Engine's extension."""
     extension_requires: list[str]
     asked: list[str]
-    """What pip was asked to install beside the requirements."""
+    """Requirements given to pip in addition to requirements-cuda.txt."""
     resolved: dict[str, str]
-    """What it would have installed, by plain name."""
+    """Versions that pip would install, by normalized name."""
 
     @classmethod
     def read(cls) -> Stored:
@@ -51,10 +51,10 @@ class Stored:
         FILE.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n")
 
     def complaint(self, entry: Entry) -> str:
-        """Return why the stored facts are not as mrl relies on, or do not answer; empty where they are."""
+        """Return how the stored fact differs from this entry, or why it is missing; empty if it agrees."""
         package, version = package_of(entry.library)
         if (known := self.versions.get(entry.library)) != version:
-            return f"the stored copy is of {package} {known}, not {version}: {REFRESH}"
+            return f"the stored copy has {package} {known}, not {version}: {REFRESH}"
         facts = self.facts[entry.library]
         if entry.question not in facts:
             return f"{entry.question} was never looked up: {REFRESH}"

@@ -1,6 +1,6 @@
-"""What requirements-cuda.txt names, as the package index has it: nothing of it is installed or imported.
+"""The packages of requirements-cuda.txt, read from the package index without installing or importing them.
 
-Where the index does not answer, the stored copy does, which must have all that is asked. Nothing is skipped.
+If the index does not answer, the stored copy is used, which must have every fact. No test is skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def fresh_or_stored(look: Callable[[], T], stored: T) -> T:
-    """Return what the index says, which must be what is stored; where it does not answer, what is stored."""
+    """Return the index's answer, which must equal the stored one, or the stored one if the index does not answer."""
     try:
         fresh = look()
     except IndexSilent as silent:
@@ -43,7 +43,7 @@ def test_a_library_is_what_mrl_relies_on(library: str) -> None:
 
 @pytest.mark.parametrize("section", TARGETS)
 def test_every_field_of_a_class_is_taken_set_or_refused(section: str) -> None:
-    """Of the versions for GPUs, which no machine of the other tests has."""
+    """Check the versions for GPUs, which are not installed where the other tests run."""
     fields = fresh_or_stored(lambda: read_fields(section), Stored.read().fields[section])
     assert len(fields) >= FEWEST_FIELDS[section]
     assert not undecided(TARGETS[section], fields)
@@ -52,17 +52,17 @@ def test_every_field_of_a_class_is_taken_set_or_refused(section: str) -> None:
 def test_the_installer_speaks_to_the_extension_in_its_own_words() -> None:
     stored = Stored.read()
     known, _ = fresh_or_stored(read_extension, (stored.extension_words, stored.extension_requires))
-    said = set(re.findall(r"NVTE_\w+", (ROOT / "launch/install.py").read_text()))
-    assert said
-    assert said <= {*known}
+    used = set(re.findall(r"NVTE_\w+", (ROOT / "launch/install.py").read_text()))
+    assert used
+    assert used <= {*known}
 
 
 def test_the_requirements_are_all_that_pip_would_install() -> None:
-    """What `pyproject.toml` and the extension of Transformer Engine ask for is among them, too."""
+    """The requirements of `pyproject.toml` and of Transformer Engine's extension are included."""
     stored = Stored.read()
-    wanted = asked(stored.extension_requires)
-    assert wanted == stored.asked, f"the stored copy was asked for something else: {REFRESH}"
-    resolved = fresh_or_stored(lambda: resolve(wanted), stored.resolved)
+    requirements = asked(stored.extension_requires)
+    assert requirements == stored.asked, f"the stored copy was asked for something else: {REFRESH}"
+    resolved = fresh_or_stored(lambda: resolve(requirements), stored.resolved)
     assert resolved == {plain(name): PINS[name] for name in PINS}
 
 

@@ -1,4 +1,4 @@
-"""Operators that only GPUs compute: `mm` and `addmm` with `out_dtype`, which torch declares on a CPU too."""
+"""Operators that only GPUs implement: `mm` and `addmm` with `out_dtype`. torch declares them on a CPU too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of what CUDA needs: no branch without an entry, no entry without a branch, and none that cannot fail."""
+"""The table for CUDA: each branch has an entry, each entry has a branch, and each kind of entry can fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OUTLINE = "if is_cpu(): ...\nelif is_xpu(): ...\nreturn layer"
 RIGHT_AND_WRONG: list[tuple[Kind, str, str, str, str]] = [
     ("name", "kernel", "", "Config.kernel", ""),
     ("name", "Config.size", "", "Config.sizes", ""),
-    ("signature", "Config", "size, *, device", "Config", "size"),  # device is wanted as well
+    ("signature", "Config", "size, *, device", "Config", "size"),  # device is also required
     ("signature", "Config", "size, *, device, seed", "Config", "size, *, device, sed"),
     ("signature", "Config.process", "layer", "Config.process", "module"),
     ("signature", "Config.process", "layer", "Config.process", "layer, weights"),
@@ -53,13 +53,13 @@ RIGHT_AND_WRONG: list[tuple[Kind, str, str, str, str]] = [
 
 @pytest.mark.parametrize(("kind", "name", "relied", "wrong_name", "wrong"), RIGHT_AND_WRONG)
 def test_a_wrong_entry_of_each_kind_is_caught(kind: Kind, name: str, relied: str, wrong_name: str, wrong: str) -> None:
-    right, other = (Entry("a.py:f", kind, "library.py", *each) for each in ((name, relied), (wrong_name, wrong)))
+    right, other = (Entry("a.py:f", kind, "library.py", *pair) for pair in ((name, relied), (wrong_name, wrong)))
     assert right.complaint(right.look_up(LIBRARY)) == ""
     assert other.complaint(other.look_up(LIBRARY)).startswith("library.py")
 
 
 def test_the_stored_copy_answers_every_question_as_mrl_relies_on_it() -> None:
-    """Without any index: an entry that was added or changed has to be looked up again, and the copy stored."""
+    """Works without a package index. After adding or changing an entry, refresh the stored copy."""
     stored = Stored.read()
     assert [str(why) for entry in ENTRIES if (why := stored.complaint(entry))] == []
 
@@ -78,7 +78,7 @@ def test_a_question_or_a_version_that_was_never_looked_up_is_a_complaint() -> No
     known = next(entry for entry in ENTRIES if entry.library == "torch")
     assert stored.complaint(known) == ""
     stored.versions["torch"] = "1.0"
-    assert stored.complaint(known) == f"the stored copy is of torch 1.0, not {PINS['torch']}: {REFRESH}"
+    assert stored.complaint(known) == f"the stored copy has torch 1.0, not {PINS['torch']}: {REFRESH}"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Published chat templates without their parts for tools and pictures; `generation` marks what the assistant says.
+"""Published chat templates without their parts for tools and pictures. `generation` marks the assistant's text.
 
-test_published_templates.py holds them against what the published ones write.
+test_published_templates.py compares their output with that of the published ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CORPUS = [
     "What is the sum of 1 and 2?\n\nIt is 3.\n\n<think>\nand so on\n</think>\n\nassistant user system [INST] 4 44"
 ]
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Patterns by which Qwen's and Llama 3's tokenizers first split a text."""
+"""Patterns by which the tokenizers of Qwen and Llama 3 first split a text."""
 
 QWEN_2_5 = """\
 {%- if messages[0]['role'] != 'system' %}
@@ -140,11 +140,11 @@ TEMPLATES = {
     "llama3.1": (LLAMA_3_1, ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"], "<|begin_of_text|>"),
     "mistral0.3": (MISTRAL_0_3, ["</s>", "[INST]", "[/INST]"], "<s>"),
 }
-"""Each with its control tokens, of which the first ends a turn, and what begins a text."""
+"""Each template with its control tokens, the first of which ends a turn, and the prefix of a text."""
 
 
 def as_published(template: str) -> str:
-    """The template without marks."""
+    """Return the template without marks."""
     for mark in ("{% generation %}", "{% endgeneration %}", "{%- generation %}", "{%- endgeneration %}"):
         template = template.replace(mark, "{#- -#}" if mark.startswith("{%-") else "")
     return template

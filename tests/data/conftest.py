@@ -1,4 +1,4 @@
-"""A real tokenizer on disk, and a short way from a source to its dataset and loader."""
+"""A real tokenizer on disk, and functions that open a source as a dataset or a loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from mrl.config.data import DataConfig, SourceConfig
 from mrl.config.schema import BatchConfig, RolloutConfig
 from mrl.events import EventLog
 
-if TYPE_CHECKING:  # what loads torch is loaded by the tests alone: a process that only hands them out need not wait
+if (
+    TYPE_CHECKING
+):  # these load torch, so only the tests import them: a process that only distributes tests does not wait
     from mrl.data.chat import ChatTokenizer
     from mrl.data.prompt_loader import PromptLoader
     from mrl.data.rlhf_dataset import RLHFDataset
@@ -21,7 +23,7 @@ if TYPE_CHECKING:  # what loads torch is loaded by the tests alone: a process th
 
 
 def good_row(number: int = 0, **changes: Any) -> dict[str, Any]:
-    """A row in the field's schema, with some columns changed."""
+    """Return a row in the usual schema, with some columns changed."""
     return {
         "prompt": [{"role": "user", "content": f"What is {number}?"}],
         "data_source": "numbers",
@@ -37,15 +39,15 @@ def jsonl(*rows: object) -> bytes:
 
 
 def batch_of(dataset: RLHFDataset, rows: Iterable[int]) -> DataProto:
-    """The prompts of these rows, counted over all sources, as a batch; a row that gives none is an error."""
+    """Return the prompts of these rows, numbered over all sources, as a batch. A row without a prompt is an error."""
     from mrl.data.rlhf_dataset import SkippedRow, to_batch
 
     draws = dataset.draws(0, len(dataset))
-    found = dataset.read([draws[row] for row in rows])
-    for each in found:
-        if isinstance(each, SkippedRow):
-            raise each.error or ValueError(f"a prompt of {each.num_tokens} tokens is dropped")
-    return to_batch([each for each in found if not isinstance(each, SkippedRow)])
+    results = dataset.read([draws[row] for row in rows])
+    for result in results:
+        if isinstance(result, SkippedRow):
+            raise result.error or ValueError(f"a prompt of {result.num_tokens} tokens is dropped")
+    return to_batch([result for result in results if not isinstance(result, SkippedRow)])
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +68,7 @@ def tokenizer(tokenizer_directory: Path) -> ChatTokenizer:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current directory, so that messages hold short paths."""
+    """An empty current directory, so that messages contain short paths."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -84,7 +86,7 @@ OpenLoader = Callable[..., "PromptLoader"]
 
 @pytest.fixture
 def dataset_of(tokenizer: ChatTokenizer) -> OpenDataset:
-    """Opens `DataConfig` fields as a dataset; a train source may be a text, which is its dataset."""
+    """Function that opens `DataConfig` fields as a dataset. A train source may be just the text of its dataset."""
     from mrl.data.rlhf_dataset import open_dataset
 
     def make(max_prompt_tokens: int = 64, **fields: Any) -> RLHFDataset:
@@ -97,7 +99,7 @@ def dataset_of(tokenizer: ChatTokenizer) -> OpenDataset:
 
 @pytest.fixture
 def loader_of(dataset_of: OpenDataset, events: EventLog) -> OpenLoader:
-    """The same with a loader over it."""
+    """The same with a loader over the dataset."""
     from mrl.data.prompt_loader import PromptLoader
 
     def make(prompts_per_step: int = 1, **fields: Any) -> PromptLoader:

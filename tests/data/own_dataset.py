@@ -1,4 +1,4 @@
-"""A dataset that no part of mrl knows."""
+"""A dataset outside of mrl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files as data sets are published, small: real parquet and jsonl with the columns and words of the originals."""
+"""Small files of published data sets: real parquet and jsonl with the columns and texts of the originals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _DAPO = (
 
 
 def dapo(question: str, answer: str, index: str = "0", form: str = _DAPO) -> dict[str, Any]:
-    """A row of DAPO-Math-17k."""
+    """Return a row of DAPO-Math-17k."""
     return {
         "data_source": "math_dapo",
         "prompt": [{"content": form.format(question), "role": "user"}],
@@ -79,7 +79,7 @@ def search_r1(question: str, *accepted: str, source: str = "nq", index: int = 0)
 
 
 def write_file(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write a file of the kind that its name says."""
+    """Write a file in the format of its suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(list(rows)), path)
@@ -89,7 +89,7 @@ def write_file(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def resized(name: str, num_test: int | None = None, **files: Path | int) -> Published:
-    """A published data set as if its files were these; or had so many rows, and no hash that a file could have."""
+    """Return a published data set with these files, or with this many rows and an impossible hash."""
     dataset = PUBLISHED[name]
     made = {}
     for part, file in dataset.files.items():

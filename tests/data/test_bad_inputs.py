@@ -1,4 +1,4 @@
-"""Wrong files, rows, columns, encodings, templates and tokenizers, each with exactly the message in bad_inputs.yaml."""
+"""Wrong files, rows, columns, encodings, templates and tokenizers, each with its exact message in bad_inputs.yaml."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def without(*columns: str) -> dict[str, Any]:
 
 
 UNREADABLE_FILES: dict[str, tuple[str, bytes]] = {
-    # case: file name, what it holds
+    # case: file name, content
     "empty file": ("rows.jsonl", b""),
     "empty but for a byte order mark": ("rows.jsonl", b"\xef\xbb\xbf"),
     "UTF-16": ("rows.jsonl", '{"prompt": "x"}\n'.encode("utf-16")),
@@ -208,7 +208,7 @@ def test_no_such_source(case: str, here: Path) -> None:
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; None takes one out."""
+    """Set keys of a JSON file. None removes a key."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
@@ -219,7 +219,7 @@ def no_files(directory: Path) -> None:
 
 
 BAD_TOKENIZERS: dict[str, Callable[[Path], object]] = {
-    # case: what is done to a good one
+    # case: change of a good tokenizer
     "no files": no_files,
     "no tokenizer.json": lambda made: (made / "tokenizer.json").unlink(),
     "cut off": lambda made: (made / "tokenizer.json").write_text('{"model": {"type": "BPE"'),

@@ -1,4 +1,4 @@
-"""Rows that are no ranked responses, each with exactly the message in bad_pairs.yaml."""
+"""Rows that are not ranked responses, each with its exact message in bad_pairs.yaml."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FOUR, TWO = talk(ASKED, ("assistant", "4")), talk(ASKED, ("assistant", "2"))
 
 
 def pair(**changes: Any) -> dict[str, Any]:
-    """A row that is right, with some columns changed."""
+    """Return a correct row with some columns changed."""
     return {"prompt": "1+1?", "chosen": "2", "rejected": "4", "margin": 1.5} | changes
 
 
@@ -97,7 +97,7 @@ def test_bad_pair(case: str) -> None:
     assert str(caught.value) == MESSAGES[case].rstrip("\n")
 
 
-# A template that trims, and calls for an answer by its role.
+# A template that trims texts and ends the prompt with the role of the answer.
 TRIMMED = "{% for each in messages %}<|{{ each.role }}|>{{ each.content | trim }}<|end|>{% endfor %}"
 TRIMMED += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 BAD_TOKENS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ BAD_TOKENS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def config() -> Any:
-    """A configuration of `mrl rm` that lets a response have 8 tokens."""
+    """Return a configuration of `mrl rm` that allows 8 tokens per response."""
     return load_config_of("rm", str(LAPTOP_RM), ["batch={max_prompt_tokens: 64, max_response_tokens: 8}"]).config
 
 

@@ -1,4 +1,4 @@
-"""Rendering and encoding with tokenizers that add tokens, and tokens that a message must not contain."""
+"""Rendering and encoding with tokenizers that add tokens, and messages with forbidden tokens."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mrl.errors import BadRow, DataError
 from tests.data.conftest import batch_of, data_config, good_row, jsonl
 
 BOS = "<|system|>"
-"""Plays the part of Llama's beginning-of-text: the template writes it, and the tokenizer would as well."""
+"""Stands for Llama's beginning-of-text: the template writes it, and the tokenizer would add it again."""
 
 
 @pytest.fixture(scope="module")
 def with_bos(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    """A tokenizer whose post-processor puts a token before every text, as Llama 3's does."""
+    """Return a tokenizer whose post-processor puts a token before every text, like Llama 3's."""
     directory = tmp_path_factory.mktemp("bos") / "made"
     shutil.copytree(tokenizer_directory, directory)
     path = directory / "tokenizer.json"
@@ -39,7 +39,7 @@ def with_bos(tokenizer_directory: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 def row_of(*contents: str) -> PromptRow:
-    """A row of user messages."""
+    """Return a row of user messages."""
     messages = tuple({"role": "user", "content": content} for content in contents)
     return PromptRow(messages, "numbers", "counting", "1", {}, "1", "rows.jsonl:1")
 
@@ -129,7 +129,7 @@ def test_a_model_without_room_for_its_tokens_is_refused(tokenizer_directory: Pat
 def test_a_reward_model_that_lacks_tokens_of_the_policy_is_refused(
     tokenizer_directory: Path, tokenizer: ChatTokenizer, tmp_path: Path
 ) -> None:
-    """The policy may write its added token, for which the other model has no embedding."""
+    """The policy may write an added token for which the other model has no embedding."""
     shutil.copytree(tokenizer_directory, tmp_path / "less")
     file = tmp_path / "less" / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -144,7 +144,7 @@ def test_a_reward_model_that_lacks_tokens_of_the_policy_is_refused(
 
 
 def without_template(made: Path, tmp_path: Path) -> Path:
-    """The same tokenizer as a base model has it."""
+    """Return the same tokenizer without a chat template, like that of a base model."""
     base = tmp_path / "base"
     shutil.copytree(made, base)
     (base / "chat_template.jinja").unlink()
@@ -165,7 +165,7 @@ def test_a_base_model_is_given_a_template_by_the_configuration(tokenizer_directo
 
 
 def test_raw_text_is_the_prompt_as_it_stands(tokenizer_directory: Path, with_bos: ChatTokenizer, here: Path) -> None:
-    """The tokenizer's prefix of every text comes before it; a chat is not a text."""
+    """A plain text gets the tokenizer's prefix; a chat does not."""
     data = replace(data_config("rows.jsonl"), raw_text=True)
     load_tokenizer(str(without_template(tokenizer_directory, here)), data)
     encoder = prompt_encoder(with_bos, data)

@@ -1,4 +1,4 @@
-"""Templates that loop, recurse and allocate are messages with their row; all others say what transformers says."""
+"""Templates that loop, recurse or allocate are errors that name the row. All others equal transformers' output."""
 
 from __future__ import annotations
 

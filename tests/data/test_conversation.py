@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned: token by token, on published chat templates."""
+"""The tokens of a conversation to learn from, token by token, on published chat templates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def row_of(messages: list[dict[str, str]], first: int) -> PromptRow:
 def learned(
     tokenizer: ChatTokenizer, messages: list[dict[str, str]], first: int, **options: Any
 ) -> tuple[list[int], Continuation]:
-    """The prompt's tokens, and the answer."""
+    """Return the prompt's tokens and the answer."""
     encoder, row = PromptEncoder(tokenizer, options), row_of(messages, first)
     text = encoder.render(row)
     (ids,) = encoder.encode([text])
@@ -45,7 +45,7 @@ def learned(
 
 
 def in_runs(tokenizer: Any, answer: Continuation) -> list[tuple[bool, str]]:
-    """The answer as text, cut where what is learned begins and ends."""
+    """Return the answer as text, split at the borders of the learned parts."""
     pairs = zip(answer.is_learned, answer.ids, strict=True)
     runs = [(of, [token for _, token in pairs]) for of, pairs in groupby(pairs, key=lambda pair: pair[0])]
     return [(of, tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for of, ids in runs]
@@ -73,8 +73,8 @@ def test_the_masks_are_those_that_the_template_marks(name: str, system: bool, tm
         pytest.skip("its template leaves out the system's message if an answer is last")
     talk: Any = [{"role": "system", "content": "Be brief."}] * system + talk_of(*TALK, "4?", THOUGHT + "It is 4.")
     marked: Any = save_tokenizer(name, tmp_path / "marked", marked=True)
-    found = marked.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = found["input_ids"], [bool(each) for each in found["assistant_masks"]]
+    encoded = marked.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
     assert 0 < sum(mask) < len(mask)
     for tokenizer in (marked, save_tokenizer(name, tmp_path / "plain")):
         prompt, answer = learned(tokenizer, talk, 1 + system)

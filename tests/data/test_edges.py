@@ -1,4 +1,4 @@
-"""The edges of limits in the data: cuts, capacities, costs and droughts."""
+"""Values at the limits of the data: cuts, capacities, costs and missing prompts."""
 
 from __future__ import annotations
 

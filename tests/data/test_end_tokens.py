@@ -1,4 +1,4 @@
-"""Which tokens end a response, and who says so."""
+"""The tokens that end a response, and the files that name them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def test_generation_config_names_one_or_several(
     written: Any, expected: list[int] | None, tokenizer: ChatTokenizer, tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
-    found = end_tokens(tokenizer, str(tmp_path), rollout())
-    assert found.pop("tokenizer") == [tokenizer.eos_token_id]
-    assert found == ({} if expected is None else {"generation_config.json": expected})
+    ids = end_tokens(tokenizer, str(tmp_path), rollout())
+    assert ids.pop("tokenizer") == [tokenizer.eos_token_id]
+    assert ids == ({} if expected is None else {"generation_config.json": expected})
 
 
 def test_the_configuration_adds_its_own_or_has_them_alone(tokenizer: ChatTokenizer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""For any content of a file, each row is a prompt or a typed error that names file and row."""
+"""For any file content, each row is a prompt or a typed error that names file and row."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def test_spoilt_lines(here: Path, dataset_of: OpenDataset) -> None:
     for chance in rounds("jsonl"):
         Path("rows.jsonl").write_bytes(b"\n".join(spoilt(good, chance) for _ in range(NUM_LINES)) + b"\n")
         dataset = dataset_of(train="rows.jsonl", overlong="drop")
-        for found in dataset.read(dataset.draws(0, NUM_LINES)):
-            if isinstance(found, Prompt):
+        for result in dataset.read(dataset.draws(0, NUM_LINES)):
+            if isinstance(result, Prompt):
                 kinds["prompt"] += 1
-                assert found.text.startswith("<|user|>")
-            elif found.error is not None:
+                assert result.text.startswith("<|user|>")
+            elif result.error is not None:
                 kinds["bad"] += 1
-                assert isinstance(found.error, BadRow)
-                assert found.error.where == f"rows.jsonl:{found.draw.row + 1}"
+                assert isinstance(result.error, BadRow)
+                assert result.error.where == f"rows.jsonl:{result.draw.row + 1}"
     assert min(kinds.values()) > sum(kinds.values()) / 10
 
 
 def test_damaged_tables(here: Path, dataset_of: OpenDataset) -> None:
-    """Pages, footers and types of a parquet file: rows or typed errors, and never the end of the process."""
+    """Damaged pages, footers and types of a parquet file give rows or typed errors, and never end the process."""
     pq.write_table(pa.Table.from_pylist([good_row(number) for number in range(50)]), "whole", row_group_size=20)
     whole = Path("whole").read_bytes()
     num_refused = 0
@@ -67,7 +67,7 @@ def test_damaged_tables(here: Path, dataset_of: OpenDataset) -> None:
         Path("rows.parquet").write_bytes(damaged(whole, chance))
         try:
             dataset = dataset_of(train="rows.parquet")
-            assert all(isinstance(found.error, DataError) for found in dataset.check())
+            assert all(isinstance(result.error, DataError) for result in dataset.check())
         except DataError:
             num_refused += 1
     assert num_refused
@@ -79,16 +79,16 @@ def test_tables_of_any_type(here: Path, dataset_of: OpenDataset) -> None:
             table = pa.Table.from_pylist([changed(good_row(number), chance) for number in range(3)])
             pq.write_table(table, "rows.parquet")
         except (pa.ArrowException, TypeError, ValueError, OverflowError, AttributeError):
-            continue  # no table holds that
+            continue  # no table can contain that
         try:
             dataset = dataset_of(train="rows.parquet", overlong="drop")
-            assert all(found.error is None or isinstance(found.error, DataError) for found in dataset.check())
+            assert all(result.error is None or isinstance(result.error, DataError) for result in dataset.check())
         except DataError:
             pass
 
 
 def test_damaged_templates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Published chat templates with parts that are gone, doubled or of one another."""
+    """Published chat templates with removed, doubled or exchanged parts."""
     monkeypatch.setattr(template_process, "COMPUTES_S", 0.5)
     pieces = [piece for text, _, _ in TEMPLATES.values() for piece in re.split(r"(?<=[%}]})", text)] + NASTY
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}]

@@ -41,7 +41,7 @@ LIMIT_S = 30  # an endless wait reaches any limit; a busy machine takes seconds 
 
 @pytest.fixture
 def within_limit(tokenizer: ChatTokenizer) -> Iterator[None]:
-    """Interrupt readers that wait or read without an end. Libraries have been loaded before."""
+    """Interrupt readers that wait or read forever. Libraries are loaded before."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
         raise TimeoutError("it waits without an end")
@@ -55,7 +55,7 @@ def within_limit(tokenizer: ChatTokenizer) -> Iterator[None]:
 
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(path.name)  # of a directory that is the current one: a socket's path is short
+        made.bind(path.name)  # relative to the current directory, because a socket's path must be short
 
 
 def make_circle(path: Path) -> None:
@@ -66,7 +66,7 @@ def make_circle(path: Path) -> None:
 
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    # kind: how it is made, and what the message says
+    # kind: how it is made, and its message
     "FIFO": (lambda path: os.mkfifo(path), "is a FIFO, not a file"),
     "device": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
     "socket": (make_socket, "is a socket, not a file"),
@@ -85,7 +85,7 @@ def extends(path: Path) -> object:
 
 
 def in_model(name: str, read: Callable[[], object]) -> Callable[[Path], object]:
-    """Put what is none in the place of one file of a model, and read the model."""
+    """Replace one file of a model by something else, and read the model."""
 
     def put(path: Path) -> object:
         Path("model", name).unlink(missing_ok=True)
@@ -96,9 +96,9 @@ def in_model(name: str, read: Callable[[], object]) -> Callable[[Path], object]:
 
 
 def shape() -> object:
-    found = read_model_shape("model.path", "model")
-    assert isinstance(found, Problem)
-    raise MrlError(found.what)
+    model_shape = read_model_shape("model.path", "model")
+    assert isinstance(model_shape, Problem)
+    raise MrlError(model_shape.what)
 
 
 def weights() -> object:
@@ -175,9 +175,9 @@ def test_a_parquet_file_that_is_cut_while_it_is_read(here: Path) -> None:
         "    print(error)\n"
     )
     # A signal would end the process.
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.startswith("rows.parquet: rows 2500 to 2999 cannot be read: ")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("rows.parquet: rows 2500 to 2999 cannot be read: ")
 
 
 def test_a_jsonl_file_that_is_cut_while_it_is_read(here: Path) -> None:
@@ -200,12 +200,12 @@ def test_every_damaged_page_is_an_error_or_other_rows(here: Path, dataset_of: Op
         Path("rows.parquet").write_bytes(damaged)
         try:
             dataset = dataset_of(train="rows.parquet")
-            for found in dataset.check():
-                assert isinstance(found.error, DataError)
+            for result in dataset.check():
+                assert isinstance(result.error, DataError)
         except DataError as error:
             refused.append(str(error))
     assert len(refused) > 10
-    assert all("rows.parquet" in each for each in refused)
+    assert all("rows.parquet" in refusal for refusal in refused)
 
 
 @pytest.mark.usefixtures("within_limit")
@@ -229,7 +229,7 @@ def test_a_prompt_of_megabytes_is_refused_and_counted(text: str, here: Path, dat
 def test_a_row_group_that_holds_fewer_rows_than_the_footer_says(here: Path) -> None:
     write_groups(Path("rows.parquet"), 10)
     rows = ParquetFile(Path("rows.parquet"), ["prompt"])
-    rows._starts = [0, 12]  # of a damaged footer, which Arrow does not look at
+    rows._starts = [0, 12]  # in a damaged footer, which Arrow does not check
     with pytest.raises(DataError, match=r"rows\.parquet: rows 0 to 11 cannot be read: 10 rows found, not 12"):
         rows.row(11)
 

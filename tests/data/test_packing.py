@@ -1,4 +1,4 @@
-"""No row lost, no budget exceeded, equal counts, equal work: for any lengths, ranks and rules."""
+"""No row is lost, no budget exceeded, and counts and work are equal, for any lengths, ranks and rules."""
 
 from __future__ import annotations
 
@@ -116,8 +116,10 @@ def test_a_group_above_the_budget_is_named_with_the_budget_that_would_do() -> No
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=9))
 def test_hardly_more_micro_batches_than_there_must_be(lengths: list[int]) -> None:
     """Within the proven bound of best-fit decreasing, 11/9 of the optimum + 2/3; the optimum by trying everything."""
-    found = len(plan_step(lengths, 1, 10, PackingRules(COST))[0])
-    assert fewest(tuple(sorted(lengths)), 10) <= found <= 11 / 9 * fewest(tuple(sorted(lengths)), 10) + 2 / 3
+    num_micro_batches = len(plan_step(lengths, 1, 10, PackingRules(COST))[0])
+    assert (
+        fewest(tuple(sorted(lengths)), 10) <= num_micro_batches <= 11 / 9 * fewest(tuple(sorted(lengths)), 10) + 2 / 3
+    )
 
 
 def fewest(lengths: tuple[int, ...], capacity: int) -> int:
@@ -142,7 +144,7 @@ def test_no_rank_is_far_behind(lengths: list[int], num_ranks: int, cost: RowCost
     assert sorted(np.concatenate(ranks).tolist()) == list(range(len(lengths)))
     assert all(len(rows) and rows.tolist() == sorted(rows) for rows in ranks)
     costs = cost.of(np.array(lengths))
-    # The rank with the most work was the one with the least before its last row came.
+    # Before its last row, the rank with the most work had the least.
     assert (
         max(costs[rows].sum() for rows in ranks) <= costs.sum() / num_ranks + costs.max() * (1 - 1 / num_ranks) + 1e-6
     )
@@ -154,7 +156,7 @@ def test_work_is_spread_not_tokens() -> None:
 
 
 def test_every_rank_has_a_row_for_every_micro_batch() -> None:
-    """The work alone would leave the first rank with the long row, and one micro-batch fewer than the other."""
+    """By work alone, the first rank would get only the long row, and one micro-batch less than the other rank."""
     lengths = [8192, 5000, 5000, 5000]
     plan = plan_step(lengths, 2, 8192, PackingRules(QUADRATIC))
     assert len(plan[0]) == 2

@@ -1,4 +1,4 @@
-"""Files of published data sets become what presets read: checked, counted, written whole or not at all."""
+"""Files of published data sets become the files that presets read: checked, counted, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.hub import hub_service
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 OTHER_DATA = {"ppo-llama3.1-70b-8n8g.yaml"}
-"""Presets that name files of the user's own."""
+"""Presets that use files of the user."""
 
 
 def gsm8k_files(suffix: str = "jsonl") -> tuple[Published, list[Path]]:
@@ -38,7 +38,7 @@ def rows_of(path: Path) -> list[Any]:
 
 
 def prompts_of(preset: str, part: str) -> list[PromptRow]:
-    """The rows that a preset reads, as a run parses them."""
+    """Return the rows of a preset as a run parses them."""
     data = load_config(str(CONFIGS / preset)).config.data
     prompts = []
     for name, source in (data.train if part == "train" else data.validation).items():

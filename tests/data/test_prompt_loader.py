@@ -1,4 +1,4 @@
-"""Full batches although rows are skipped; limits, counts and events; and resuming between any two steps."""
+"""Full batches despite skipped rows; limits, counts and events; and resuming between any two steps."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_one_bad_line_among_many(here: Path, loader_of: OpenLoader, events: Even
     assert sorted(drawn[:1999]) == sorted(f"train/0/{row}" for row in range(2000) if row != 1234)
     message = "rows.jsonl:1235: not a JSON object: Expecting ',' delimiter at column 18"
     assert loader.skips.bad_rows == {"train/1234": message}
-    assert {event.detail for event in skipped(events)} == {message}  # met in both epochs, counted once
+    assert {event.detail for event in skipped(events)} == {message}  # seen in both epochs, counted once
 
 
 def test_one_bad_row_more_than_allowed_stops(here: Path, loader_of: OpenLoader) -> None:
@@ -129,7 +129,7 @@ def test_one_pass_gives_every_prompt_once_and_in_order(here: Path, dataset_of: O
 
 
 class Backwards(PromptSampler):
-    """A user's own order."""
+    """A sampler of the user."""
 
     def __init__(self, sizes: Mapping[str, int], weights: Mapping[str, float | None], **options: Any) -> None:
         super().__init__(sizes, weights, seed=options["seed"], shuffle=False)
@@ -170,13 +170,13 @@ def test_other_rows_of_the_same_number_are_not_gone_on_with(here: Path, loader_o
     Path("moved.jsonl").write_bytes(jsonl(*rows[:-1], good_row(7)))
     with pytest.raises(DataError, match=r"data\.train: the files of train have changed since the run began"):
         loader_of(train="moved.jsonl").load_state_dict(state)
-    del state["contents"]  # of an older checkpoint
+    del state["contents"]  # from an older checkpoint
     loader_of(train="moved.jsonl").load_state_dict(state)
 
 
 def test_a_fingerprint_reads_little_and_sees_both_ends(here: Path) -> None:
     with Path("rows").open("wb") as file:
-        file.truncate(100 << 30)  # most of it is a hole
+        file.truncate(100 << 30)  # mostly a hole
     before = files.fingerprint("rows")
     seen = {before}
     for place in (0, 100 << 29, (100 << 30) - 1):

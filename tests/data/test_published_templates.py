@@ -1,4 +1,4 @@
-"""The templates that the tests use write what the published ones write, which was recorded."""
+"""The templates of the tests give the same output as the published ones, which was recorded."""
 
 from __future__ import annotations
 

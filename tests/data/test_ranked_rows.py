@@ -98,10 +98,10 @@ def test_each_response_is_a_row_behind_its_prompt(here: Path, tokenizer: ChatTok
         {"prompt": "2+3?", "chosen": "5", "rejected": "55", "margin": 0.25},
     ]
     batch = ranked_batch(rows, tokenizer, label="margin")
-    assert [tokenizer.decode(each.tolist()) for each in batch["responses"].rows()] == [
+    assert [tokenizer.decode(row.tolist()) for row in batch["responses"].rows()] == [
         f"{text}<|end|>" for text in ("2", "3", "44", "5", "55")
     ]
-    prompts = [tokenizer.decode(each.tolist()) for each in batch["prompts"].rows()]
+    prompts = [tokenizer.decode(row.tolist()) for row in batch["prompts"].rows()]
     assert ["1+1?" in prompt for prompt in prompts] == [True, True, True, False, False]
     assert (batch["rank"].tolist(), batch["label"].tolist()) == ([0, 1, 2, 0, 1], [2.0, 1.0, 0.0, 0.25, 0.0])
     assert all(bool(mask.all()) for mask in batch["response_mask"].rows())
@@ -120,14 +120,14 @@ def test_responses_with_numbers_alone_are_groups_of_one(here: Path, tokenizer: C
 
 
 def test_pairs_of_a_parquet_file(here: Path, tokenizer: ChatTokenizer) -> None:
-    """Of texts behind a prompt, or of conversations, which hold their prompt themselves."""
+    """Rows with texts after a prompt, or with conversations that contain their prompt."""
     pairs: list[dict[str, Any]] = [
         {"prompt": "1+1?", "chosen": "2", "rejected": "3", "margin": 1.0},
         {"chosen": [USER, said("2")], "rejected": [USER, said("3")], "margin": 1.0},
     ]
     for pair in pairs:
         batch = ranked_batch([pair], tokenizer, "rows.parquet", label="margin")
-        texts = [tokenizer.decode(each.tolist()) for each in batch["responses"].rows()]
+        texts = [tokenizer.decode(row.tolist()) for row in batch["responses"].rows()]
         assert (texts, batch["label"].tolist()) == (["2<|end|>", "3<|end|>"], [1.0, 0.0])
         assert "1+1?" in tokenizer.decode(next(iter(batch["prompts"].rows())).tolist())
 

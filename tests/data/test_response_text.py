@@ -1,4 +1,4 @@
-"""A policy's responses in the tokens of another model: what `mrl rm` would have shown it of the same text."""
+"""A policy's responses in the tokens of another model: equal to the tokens that `mrl rm` trains on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 
 
 def other_tokenizer(path: Path) -> Path:
-    """Letters in another order, some in pairs; what begins a text is written by template and by tokenizer alike."""
+    """A vocabulary in another order with some pairs. Both template and tokenizer write the prefix of a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
     vocab = {symbol: number for number, symbol in enumerate([*alphabet, "wo", "ss"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("w", "o"), ("s", "s")]))

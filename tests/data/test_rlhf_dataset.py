@@ -1,4 +1,4 @@
-"""Files of either kind give the same prompts; what looks odd but is allowed is read right."""
+"""Files of either format give the same prompts, and unusual but valid rows are read correctly."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def test_sources_have_ids_of_their_own(here: Path, dataset_of: OpenDataset) -> N
 
 def test_check_finds_everything_at_once(here: Path, dataset_of: OpenDataset) -> None:
     Path("rows.jsonl").write_bytes(jsonl(good_row(), b"{", good_row(2, prompt="x" * 90), good_row(3), b"[]"))
-    found = [(unusable.draw.row, unusable.num_tokens) for unusable in dataset_of(train="rows.jsonl").check()]
-    assert found == [(1, 0), (2, 93), (4, 0)]
+    rows = [(unusable.draw.row, unusable.num_tokens) for unusable in dataset_of(train="rows.jsonl").check()]
+    assert rows == [(1, 0), (2, 93), (4, 0)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Samples of a step on disk: whole, private, and the newest first to hand."""
+"""Samples of a step on disk: whole, private, and read newest first."""
 
 from __future__ import annotations
 

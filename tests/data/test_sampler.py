@@ -1,4 +1,4 @@
-"""The order of the prompts: every row once an epoch, shares kept, and resuming exact wherever it happens."""
+"""The order of the prompts: every row once per epoch, constant shares, and exact resuming at any position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers to learn from: what is taken off a conversation, how it is ended, and what is refused."""
+"""Answers to learn from: the part of a conversation, its end, and refused rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Toy tasks have right answers and clean splits; their tokenizer loses nothing; one's own dataset comes by name."""
+"""Toy tasks have right answers and clean splits, their tokenizer is lossless, and own datasets work by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.data.conftest import OpenDataset, batch_of
 
 
 def solved(question: str) -> str:
-    """The answer, found another way than the task finds it."""
+    """Compute the answer with another method than the task."""
     if match := re.fullmatch(r"(\d\d)\+(\d\d)=", question):
         return str(sum(map(int, match.groups())))
     verb, text = question.split()
@@ -124,7 +124,7 @@ def test_addition_of_smaller_numbers() -> None:
 
 
 def test_a_careless_teacher() -> None:
-    """Every problem with its answers, right and wrong, on one side of the split; nothing depends on the hour."""
+    """Each problem with its right and wrong answers is on one side of the split, independent of the time."""
     rows = addition("train", 49, mistakes=0.6)
     problems = {row["prompt"][0]["content"] for row in addition("train", 49)}
     seen: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The demo's search as Search-R1 would have it: a corpus of passages, and a teacher who writes its tags.
+"""The demo's search in the form of Search-R1: a corpus of passages, and a teacher that writes its tags.
 
 Half of the keys stand for a number, the others for such a key. The model has learned none of the keys that it is
 validated on, and what they stand for is in the corpus alone.
@@ -27,13 +27,13 @@ def stands_for(key: str) -> str:
 
 
 def path_of(key: str) -> list[str]:
-    """The keys to look up, and the answer."""
+    """Return the keys to look up, and the answer."""
     found = stands_for(key)
     return [key, found] if found not in KEYS else [key, *path_of(found)]
 
 
 def passage(key: str) -> str:
-    """Names its own key twice: BM25 ranks it before the passages that point to it."""
+    """Return a passage that names its key twice, so that BM25 ranks it before passages that point to the key."""
     return f'"{key}"\n{key} is {stands_for(key)}'
 
 
@@ -49,7 +49,7 @@ def found(key: str) -> str:
 
 
 def questions(part: Part) -> list[dict[str, Any]]:
-    """Every key of a part, as text."""
+    """Return every key of a part as text."""
     return [
         {"prompt": f"{key}?", "ground_truth": answer, "data_source": f"hops-{len(keys)}"}
         for key in KEYS
@@ -63,7 +63,7 @@ def turn(said: str, written: str) -> dict[str, Any]:
 
 
 def lessons() -> Sequence[dict[str, Any]]:
-    """Turns of a careless teacher: a third of the answers is looked up, a third elsewhere, and a third is guessed."""
+    """Return the turns of a careless teacher: a third of the answers looked up, a third elsewhere, a third guessed."""
     dice, turns = random.Random(0), []
     train = [key for key in KEYS if part_of(key) == "train"]
     for key in train * TEACHERS_TAKES:

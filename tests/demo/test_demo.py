@@ -1,4 +1,4 @@
-"""The demo's configuration, its verdict, and what it measures before and after; the learning itself is `make demo`."""
+"""The demo's configuration, its verdict, and its measurements before and after. `make demo` runs the training."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_search_has_to_succeed_after_two_hops_as_well(two_hops: float, missed:
 
 
 class Trainer:
-    """Takes the configured number of steps; measures before and after."""
+    """Runs the configured number of steps, and measures before and after."""
 
     num_steps = 12
 

@@ -1,4 +1,4 @@
-"""The demo's search: what can be found in it, what its teacher says, and conversations in its real processes."""
+"""The demo's search: its facts, its teacher's text, and conversations in its real processes."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ def test_the_search_has_a_configuration(model: Path, tmp_path: Path) -> None:
 
 
 Player = Callable[[str, Facts], str]
-"""The model's continuation of a context, without the end."""
+"""The model's continuation of a context, without the end token."""
 
 
 class Conversations:
-    """The demo's environment in its processes, with its format and template, and an engine that a player speaks for."""
+    """The demo's environment in its processes, with its format and template, and an engine driven by a script."""
 
     def __init__(self, config: Config, tokenizer: ChatTokenizer, stack: ExitStack) -> None:
         dialogs = open_dialogs(config, tokenizer, lambda event: None, stack)
@@ -152,7 +152,7 @@ class Conversations:
         return np.array(self._tokenizer([text], add_special_tokens=False)["input_ids"][0], np.int32)
 
     def play(self, player: Player, source: str, key: str, seed: int) -> tuple[Dialog, Facts]:
-        """One conversation, and what its keys stand for."""
+        """Return a conversation, and the values of its keys."""
         opening = Opening(
             row=0,
             key="0",
@@ -194,7 +194,7 @@ def _conversations(config: Config, tokenizer: ChatTokenizer) -> Iterator[Convers
 
 
 def searching(context: str, facts: Facts) -> str:
-    """Look up what was asked, then what was found, until it is a number."""
+    """Look up the key of the question, then the key in each result, until the result is a number."""
     last = context.removesuffix("<|end|><|assistant|>").rpartition("|>")[2]
     return f"?{last}" if last.isalpha() else last
 

@@ -1,4 +1,4 @@
-"""The demo's preferences: which pairs are made of what was sampled, and how it is judged that it worked."""
+"""The demo's preferences: the pairs made of samples, and the verdict on the training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HELD = {row["extra_info"]["index"] for row in addition("validation", LARGEST)}
 
 
 def sampled(directory: Path, answers: dict[int, list[str]]) -> str:
-    """A file of samples as a validation writes it: answers by the number of their problem."""
+    """Write a file of samples in the format of a validation: answers by the number of their problem."""
     rows = [(number, answer) for number, of_problem in answers.items() for answer in of_problem]
     truths = [ROWS[number]["reward_model"]["ground_truth"] for number, _ in rows]
     columns: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_a_judge_errs_in_a_share_of_the_pairs_and_always_in_the_same(tmp_path: P
 
 
 def test_an_answer_that_no_text_can_be_is_left_out_and_counted(tmp_path: Path) -> None:
-    """It may hold control tokens, which no message of a pair may. Bytes of no character grow, and have room."""
+    """An answer may contain control tokens, unlike a message of a pair. Invalid bytes take more space but fit."""
     train = [number for number in ROWS if number not in HELD][:70]
     wrong = {train[5]: "7<|user|>", train[6]: bytes([255] * 8).decode(errors="replace")}
     path = sampled(tmp_path, {number: [right(number), wrong.get(number, "7")] for number in train})

@@ -64,7 +64,7 @@ SEARCHED = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A warm-up long enough to copy what a passage says, now and then, and steps enough to do so always."""
+    """A warm-up after which the model sometimes copies from a passage, and enough steps that it always does."""
     directory = tmp_path_factory.mktemp("search")
     make_model(directory / "initial", seed=1, num_layers=SEARCH.num_layers, max_length=256)
     given = {"directory": directory, "updates": UPDATES, "steps": STEPS, "every": EVERY, "columns": COLUMNS}
@@ -108,7 +108,7 @@ def test_figures_of_the_steps(run: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.on_demand
 def test_it_learns_to_search(run: Path) -> None:
-    """As the demo does, of keys that it has never been trained on: right answers after one search and after two."""
+    """Like in the demo, on keys that it was never trained on: right answers after one search and after two."""
     before, *_, after = [line for line in read_metrics(run / "metrics.jsonl") if "val/solved/mean@2" in line]
     assert before["step"] == 0
     assert before["val/solved/mean@2"] <= 0.4

@@ -19,7 +19,7 @@ from mrl.observe.metrics import read_metrics
 from tests.apart import run_mrl
 
 SAME = 1e-5
-"""How far a log-prob of the engine may be from the trainer's, in float32."""
+"""Allowed difference between log-probs of engine and trainer, in float32."""
 UPDATES, STEPS = 100, 2
 TURN = r"[^<]*<\|end\|>"
 ANSWERED = rf"(<\|end\|>)?<\|tool\|>{TURN}<\|assistant\|>"

@@ -1,8 +1,8 @@
-"""The code blocks of the pages: what the word after the language means, and a directory in which they run.
+"""The code blocks of the pages: the meaning of the word after the language, and a directory in which they run.
 
 python test, bash test       run, in the order of the page, in one directory
 LANGUAGE name.ext            a file of that directory, for the blocks that follow
-bash minutes, bash cluster   not run: it installs, trains, or needs machines that a test does not have; its mrl
+bash minutes, bash cluster   not run: it installs, trains, or needs machines that tests do not have; its mrl
                              commands are parsed, and presets are loaded with their overrides
 text                         shown only
 """
@@ -32,7 +32,7 @@ _MRL = "import sys; sys.path.append({root!r}); from mrl.cli.main import main; sy
 
 @dataclass(frozen=True)
 class Block:
-    """One code block of a page."""
+    """A code block of a page."""
 
     page: Path
     line: int
@@ -41,12 +41,12 @@ class Block:
 
     @property
     def is_file(self) -> bool:
-        """Whether the block is a file for the blocks that follow."""
+        """Whether the block is a file for later blocks."""
         return _FILE.fullmatch(self.kind) is not None
 
     @property
     def has_known_kind(self) -> bool:
-        """Whether its kind says if it is run."""
+        """Whether its kind is known."""
         return self.is_file or self.kind in RUN or self.kind in NOT_RUN
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ def mrl_commands(block: Block) -> Iterator[list[str]]:
 
 
 def pages() -> list[Path]:
-    """Return all pages, README and CONTRIBUTING included."""
+    """Return all pages, including README and CONTRIBUTING."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 

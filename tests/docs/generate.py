@@ -118,7 +118,9 @@ def columns() -> str:
         known |= {*call.reads, *call.optional, *call.writes}
         for name in call.writes:
             writers.setdefault(name, []).append(f"`{call.role}.{call.method}`")
-    assert known == COLUMNS.keys(), f"COLUMNS has words for every column and no other: {known ^ COLUMNS.keys()}"
+    assert known == COLUMNS.keys(), (
+        f"COLUMNS must describe exactly the columns of STEP; difference: {known ^ COLUMNS.keys()}"
+    )
     rows = (
         (f"`{name}`", *words, ", ".join(writers.get(name, [_FROM_ELSEWHERE.get(name, "rollout and rewards")])))
         for name, words in COLUMNS.items()
@@ -130,7 +132,7 @@ def columns() -> str:
 
 
 def schema() -> str:
-    """Every key of `mrl train`, section by section."""
+    """List every key of `mrl train`, section by section."""
     return "".join(_sections(Config, (), {}))
 
 
@@ -150,7 +152,7 @@ def preference_schema() -> str:
 
 
 def site_schema() -> str:
-    """Every key of the cluster file."""
+    """List every key of the cluster file."""
     return "".join(_sections(SiteConfig, (), {}))
 
 
@@ -212,7 +214,7 @@ def _default(value: Any) -> str:
 
 
 def files() -> str:
-    """A table per directory: each file with the first line of its docstring, or of its comment."""
+    """Return a table per directory: each file with the first line of its docstring or comment."""
     text = ""
     for folder in ("mrl", "configs", "launch", "benchmarks"):
         directories = [ROOT / folder, *sorted(path for path in (ROOT / folder).rglob("*") if path.is_dir())]
@@ -222,12 +224,13 @@ def files() -> str:
 
 
 def _directory(directory: Path) -> str:
-    found = {file.name: first_line(file) for file in sorted(directory.iterdir()) if file.suffix in (".py", ".yaml")}
-    about = found.pop("__init__.py", "")
-    if not found:
+    lines = {file.name: first_line(file) for file in sorted(directory.iterdir()) if file.suffix in (".py", ".yaml")}
+    package_line = lines.pop("__init__.py", "")
+    if not lines:
         return ""
-    rows = ((f"`{name}`", line) for name, line in found.items())
-    return f"\n## {directory.relative_to(ROOT)}/\n\n{about}{chr(10) * 2 if about else ''}{table(('file', ''), rows)}"
+    rows = ((f"`{name}`", line) for name, line in lines.items())
+    head = f"{package_line}\n\n" if package_line else ""
+    return f"\n## {directory.relative_to(ROOT)}/\n\n{head}{table(('file', ''), rows)}"
 
 
 def first_line(file: Path) -> str:
@@ -243,7 +246,7 @@ def first_line(file: Path) -> str:
 
 
 def sweep() -> str:
-    """Dates on which the cases of the sweep last passed, by file, the oldest first."""
+    """List the dates on which the cases of the sweep last passed, by file, the oldest first."""
     by_file: dict[str, list[dict[str, Any]]] = {}
     for case, passed in json.loads(RECORD.read_text(encoding="utf-8")).items():
         by_file.setdefault(case.partition("::")[0], []).append(passed)
@@ -278,7 +281,7 @@ def budgets() -> str:
 
 
 def presets() -> str:
-    """The presets: model, devices, layout of the actor, engines."""
+    """List the presets: model, devices, layout of the actor, engines."""
 
     def rows() -> Iterator[Sequence[str]]:
         for file in sorted((ROOT / "configs").glob("*.yaml")):
@@ -312,11 +315,11 @@ MEASURED = (
     ("samples per second relative to TRL, 30 million parameters, two cores", "end_to_end", "long: samples"),
     ("samples per second relative to TRL, 0.6 million parameters, two cores", "end_to_end", "tiny: samples"),
 )
-"""Words of the README, the benchmark, and a part of the name of the goal whose figure is shown."""
+"""Text in the README, benchmark, and part of the name of the goal with the measured value."""
 
 
 def demo() -> str:
-    """The result of the recorded run of the demo."""
+    """Return the result of the recorded run of the demo."""
     run = recorded()
     before, after = (metrics for metrics in run["steps"] if SOLVED in metrics)
     return (
@@ -327,14 +330,14 @@ def demo() -> str:
 
 
 def figures() -> str:
-    """The figures of the README."""
+    """List the measured values of the README."""
 
     def rows() -> Iterator[Sequence[str]]:
-        found = list(_all_goals())
-        for said, benchmark, words in MEASURED:
-            ours = [goal for goal in found if goal.benchmark == benchmark and words in goal.name]
-            assert ours, f"no goal of {benchmark} is called {words}"
-            yield said, ours[0].limit, ours[0].own or ours[0].in_bench, f"`benchmarks/{benchmark}.py`"
+        all_goals = list(_all_goals())
+        for label, benchmark, words in MEASURED:
+            ours = [goal for goal in all_goals if goal.benchmark == benchmark and words in goal.name]
+            assert ours, f"no goal of {benchmark} has {words} in its name"
+            yield label, ours[0].limit, ours[0].own or ours[0].in_bench, f"`benchmarks/{benchmark}.py`"
 
     return table(("figure", "goal", "measured", "measure it again"), rows())
 
@@ -345,7 +348,7 @@ PEERS = {
     "prime-rl": ("559b447", "2026-08-21", "47,000", "1,616", "669", "29", "not found", "not found"),
     "TRL": ("f2cd577", "2026-07-24", "62,000", "3,374", "894", "-", "yes", "not found"),
 }
-"""Figures of each peer's library without tests and examples; the README says which keys are counted."""
+"""Values of each peer's library without tests and examples. The README explains which keys are counted."""
 COMPARED = (
     *("commit", "date", "lines of Python", "lines of the longest file", "lines of the longest function"),
     *("keys of a flagship run", "the whole loop on a laptop's CPU", "memory and step time before the job starts"),
@@ -359,7 +362,7 @@ def compare() -> str:
     longest = (f"<= {MAX_FILE_LINES}", f"<= {MAX_FUNCTION_LINES}")
     ours = ("this", "-", f"{round(lines, -3):,}", *longest, str(keys), "yes", "`mrl plan`")
     columns = {"mrl": ours} | PEERS
-    rows = ((said, *(column[number] for column in columns.values())) for number, said in enumerate(COMPARED))
+    rows = ((label, *(column[number] for column in columns.values())) for number, label in enumerate(COMPARED))
     return table(("", *columns), rows)
 
 
@@ -378,7 +381,7 @@ MAX_ROWS = 40
 
 @dataclass(frozen=True)
 class Goal:
-    """One goal, as its benchmark's own command measured it and as `make bench` did."""
+    """A goal with its values from the benchmark's own command and from `make bench`."""
 
     benchmark: str
     command: str
@@ -389,7 +392,7 @@ class Goal:
 
 
 def goals() -> str:
-    """Every goal of every benchmark, once."""
+    """List each goal of each benchmark once."""
 
     def rows() -> Iterator[Sequence[str]]:
         last = ""
@@ -403,27 +406,28 @@ def goals() -> str:
 
 def _all_goals() -> Iterator[Goal]:
     own, in_bench = _measured(_long_runs()), _measured(_of_bench())
-    for key in sorted(dict.fromkeys((*own, *in_bench)), key=lambda key: key[1]):  # of one benchmark, in its own order
+    # the goals of a benchmark keep their order
+    for key in sorted(dict.fromkeys((*own, *in_bench)), key=lambda key: key[1]):
         yield Goal(*key, own.get(key, ""), in_bench.get(key, ""))
 
 
 def _measured(reports: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str, str], str]:
-    """(benchmark, what it is called, goal, limit) -> the figure, and whether it misses the goal."""
+    """Return the value, marked if it misses the goal, by benchmark, label, goal and limit."""
     measured = {}
     for report in reports:
         benchmark = report["benchmark"]
-        called = f"`{benchmark}`" + (" (simulated)" if benchmark in SIMULATED else "")
-        called += _lane(report)
+        label = f"`{benchmark}`" + (" (simulated)" if benchmark in SIMULATED else "")
+        label += _lane(report)
         if "not_run" in report:
-            measured[benchmark, called, "not run", ""] = report["not_run"]
+            measured[benchmark, label, "not run", ""] = report["not_run"]
         for goal in report.get("goals", ()):
             verdict = "" if goal["met"] else " **missed**"
-            measured[benchmark, called, goal["name"], goal["goal"]] = f"{shown(goal['value'])}{verdict}"
+            measured[benchmark, label, goal["name"], goal["goal"]] = f"{shown(goal['value'])}{verdict}"
     return measured
 
 
 def _lane(report: dict[str, Any]) -> str:
-    """The library whose version or presence tells two results of one benchmark apart."""
+    """Return the library whose version or presence distinguishes two results of one benchmark."""
     versions = report.get("versions", {})
     if report["benchmark"] == "parity" and versions:
         return f", megatron-core {versions['megatron-core']}"
@@ -434,7 +438,7 @@ def _lane(report: dict[str, Any]) -> str:
 
 
 def tables() -> str:
-    """The rows of every benchmark."""
+    """List the rows of every benchmark."""
     return "\n".join(part for report in (*_of_bench(), *_long_runs()) for part in _rows(report))
 
 
@@ -465,17 +469,17 @@ def _rows(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _command(report: dict[str, Any]) -> str:
-    said = f"`{report['command']}`"
+    label = f"`{report['command']}`"
     if "not_run" in report:
-        return said
-    return said + _lane(report) + (" (simulated)" if report["benchmark"] in SIMULATED else "")
+        return label
+    return label + _lane(report) + (" (simulated)" if report["benchmark"] in SIMULATED else "")
 
 
 # --- coming-from-verl.md ----------------------------------------------------------------------------------------
 
 
 def verl_reasons() -> str:
-    """verl's keys that mrl does not have, by reason."""
+    """List verl's keys that mrl does not have, by reason."""
     keys_of: dict[str, list[str]] = {}
     for key, reason in REASONS.items():
         keys_of.setdefault(reason, []).append(f"`{key}`")
@@ -510,12 +514,12 @@ MAKERS: dict[str, Callable[[], str]] = {
 
 def renewed(text: str) -> str:
     """Return a page with all generated parts generated again."""
-    return _MADE.sub(lambda found: found[1] + MAKERS[found[2]]() + found[3], text)
+    return _MADE.sub(lambda match: match[1] + MAKERS[match[2]]() + match[3], text)
 
 
 def names_in(text: str) -> list[str]:
     """Return the names of the generated parts of a page."""
-    return [found[2] for found in _MADE.finditer(text)]
+    return [match[2] for match in _MADE.finditer(text)]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The pictures of the README, drawn from a recorded run of `make demo`: `docs/images/demo.json`, figures as measured.
+"""The pictures of the README, drawn from the measured values of a recorded `make demo`: `docs/images/demo.json`.
 
-`python -m tests.docs.generate` writes them. Another run is recorded by its `metrics.jsonl`, and `moment` by what its
-terminal showed.
+`python -m tests.docs.generate` writes them. To record another run, take its `metrics.jsonl`, and for `moment` the
+content of its terminal.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _SANS = 'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-seri
 
 
 def recorded() -> dict[str, Any]:
-    """The run."""
+    """Return the recorded run."""
     run: dict[str, Any] = json.loads((IMAGES / "demo.json").read_text(encoding="utf-8"))
     return run
 
 
 def panel() -> str:
-    """A terminal in the middle of the run, drawn by what draws it there."""
+    """Draw a terminal in the middle of the run with the code of mrl's console."""
     run = recorded()
     moment, steps = run["moment"], run["steps"][1:]
     printed, drawn = io.StringIO(), Panel(len(steps))
@@ -48,7 +48,7 @@ def panel() -> str:
 
 
 def demo() -> str:
-    """The mean score of each step, and the share of right answers before and after."""
+    """Draw the mean score of each step, and the share of right answers before and after."""
     run = recorded()
     steps = run["steps"][1:]
     scores = [(metrics["step"], metrics[SCORE]) for metrics in steps]

@@ -1,7 +1,7 @@
-"""Runs that are ended somehow at some moment, and a witness of what they leave: `python -m tests.endings.endings`.
+"""End runs by signals at different moments and check that nothing is left behind: `python -m tests.endings.endings`.
 
-The witness looks at the process table, /dev/shm, the directory for temporary files, and the run's own directory; then
-the same command goes on, and has to come to the figures of a run that nobody disturbed.
+The check looks at the process table, /dev/shm, the directory for temporary files, and the run's directory. Then the
+same command resumes the run, which must reach the metrics of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MOMENTS = {
     "save": ("save", 2),
     "end": ("save", NUM_STEPS),
 }
-"""Which phase of which step has begun; a rollout begins with the weights on their way to the engines."""
+"""Phase and step that has begun at each moment. A rollout begins with sending the weights to the engines."""
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 TARGETS = {
     "driver": (*STOPS, signal.SIGKILL),
@@ -53,13 +53,13 @@ TARGETS = {
     "gcs_server": (signal.SIGKILL, signal.SIGSTOP),
 }
 WATCHED = ("supervisor", "raylet", "gcs_server")
-"""These runs may restart."""
+"""Targets whose runs may restart."""
 Process = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Which signal goes where, and when."""
+    """A signal, its target, and the moment when it is sent."""
 
     number: signal.Signals
     target: str
@@ -69,16 +69,17 @@ class Ending:
         return f"{self.number.name} {self.target} {self.moment}"
 
     def delay_s(self) -> float:
-        """How long after the phase has begun: none for what is over at once."""
+        """Return the delay from the start of the phase to the signal; 0 for a phase that is over at once."""
         return random.Random(str(self)).random() * {"sync": 0.0, "rollout": 0.3, "start": 4.0}.get(self.moment, 0.1)
 
     def codes(self) -> set[int]:
-        """What the command may leave with."""
+        """Return the exit codes that the command may have."""
         if self.target in ("raylet", "gcs_server"):
             return {0}
         code = {signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}.get(self.number, EXIT_STOPPED)
-        # Before there is anything to save a signal ends a run as it ends others, and after the last save it is late.
+        # Before the first step nothing can be saved, so a signal ends the run like any program.
         early = {-self.number, 128 + self.number} if self.moment == "start" else set()
+        # After the last save the signal may come too late.
         return {code, *early, *({0} if self.moment == "end" else ())}
 
 
@@ -90,7 +91,7 @@ ENDINGS = [
 
 
 class Workplace:
-    """A model, a configuration, and the figures of a run that nobody disturbs."""
+    """A model, a configuration, and the metrics of an undisturbed run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -122,7 +123,7 @@ class Workplace:
         return kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
 
     def finish(self, name: str, temporary: Path) -> list[dict[str, Any]]:
-        """Run to the end; the figures of all steps."""
+        """Run to the end and return the metrics of all steps."""
         ran = subprocess.run(
             self.command(name), env=self.environment(temporary), capture_output=True, text=True, timeout=LIMIT_S
         )
@@ -130,7 +131,7 @@ class Workplace:
         return untimed(self.directory / name)
 
     def whole(self) -> list[dict[str, Any]]:
-        """The figures of the run that nobody disturbs, which is done once."""
+        """Return the metrics of the undisturbed run, which runs once."""
         if not (self.directory / "whole").exists():
             with _temporary() as temporary:
                 self.finish("whole", temporary)
@@ -138,8 +139,8 @@ class Workplace:
 
 
 def complaints(place: Workplace, ending: Ending) -> list[str]:
-    """What is not as it should be after a run that ended so."""
-    name, found, shared = str(ending).replace(" ", "-"), [], set(os.listdir("/dev/shm"))
+    """Run, end the run in this way, resume it, and return the faults found."""
+    name, faults, shared = str(ending).replace(" ", "-"), [], set(os.listdir("/dev/shm"))
     restarts = ["training.max_restarts=2"] if ending.target in WATCHED else []
     seen: set[Process] = set()
     with _temporary() as temporary, (place.directory / f"{name}.log").open("w+") as log:
@@ -157,31 +158,31 @@ def complaints(place: Workplace, ending: Ending) -> list[str]:
                 time.sleep(0.1)
             took_s = time.monotonic() - began
             if run.returncode not in ending.codes():
-                found.append(f"left with {run.returncode} after {took_s:.1f} s, and not with one of {ending.codes()}")
+                faults.append(f"exited with {run.returncode} after {took_s:.1f} s, not with one of {ending.codes()}")
             if ending.number == signal.SIGINT and took_s > GONE_S:
-                found.append(f"took {took_s:.1f} s to end")
-            found += leftovers(seen, temporary, shared)
+                faults.append(f"took {took_s:.1f} s to end")
+            faults += leftovers(seen, temporary, shared)
         finally:
             for process in [*seen, *identities({run.pid})]:
                 if is_there(process):
                     os.kill(process[0], signal.SIGKILL)
             run.wait()
         log.seek(0)
-        if "Traceback" in (said := log.read()):
-            found.append(f"ended in a traceback:\n{said[-2000:]}")
+        if "Traceback" in (output := log.read()):
+            faults.append(f"ended in a traceback:\n{output[-2000:]}")
     steps = steps_in(place.directory / name / CHECKPOINTS)
     if run.returncode == EXIT_STOPPED and not steps:
-        found.append("asked to stop, and saved nothing")
+        faults.append("was asked to stop, but saved nothing")
     with _temporary() as temporary:
         finished, whole = place.finish(name, temporary), place.whole()
         keys = {key for one, other in zip(finished, whole, strict=False) for key in one if one[key] != other.get(key)}
         if finished != whole:
-            found.append(f"came to other figures after {len(finished)} of {len(whole)} lines: {sorted(keys)}")
-    return found
+            faults.append(f"metrics of the resumed run differ, {len(finished)} and {len(whole)} lines: {sorted(keys)}")
+    return faults
 
 
 def _default_signals() -> None:
-    """What this process ignores, as in the background of a script, a run would rightly ignore as well."""
+    """Restore default handlers: a run would inherit ignored signals, such as SIGINT in a script's background."""
     for number in STOPS:
         signal.signal(number, signal.SIG_DFL)
 
@@ -190,19 +191,19 @@ def _await_moment(run: subprocess.Popen[bytes], directory: Path, ending: Ending,
     phase, step = MOMENTS[ending.moment]
     deadline = time.monotonic() + LIMIT_S
     while True:
-        assert run.poll() is None, f"it left with {run.returncode} before it came to {ending}"
-        assert time.monotonic() < deadline, f"it did not come to {ending}"
+        assert run.poll() is None, f"the run exited with {run.returncode} before {ending}"
+        assert time.monotonic() < deadline, f"the run did not reach {ending} within {LIMIT_S:g} s"
         seen |= below(run.pid)
         with suppress(OSError, MrlError):
-            events = [each.event for each in read_events(directory / "events.jsonl")]
-            if any(isinstance(each, PhaseBegin) and (each.phase, each.step) == (phase, step) for each in events):
+            events = [record.event for record in read_events(directory / "events.jsonl")]
+            if any(isinstance(event, PhaseBegin) and (event.phase, event.step) == (phase, step) for event in events):
                 break
         time.sleep(0.03)
     time.sleep(ending.delay_s())
 
 
 def _target(run: subprocess.Popen[bytes], target: str) -> int:
-    """Whom to send the signal; a whole group is a negative number."""
+    """Return the process id for the signal, negative for a process group."""
     if target == "group":
         return -run.pid
     if target not in ("raylet", "gcs_server"):
@@ -214,17 +215,17 @@ def _target(run: subprocess.Popen[bytes], target: str) -> int:
                 if Path(f"/proc/{pid}/comm").read_text().strip() == target:
                     return pid
         time.sleep(0.1)
-    raise AssertionError(f"there is no {target}")
+    raise AssertionError(f"no process {target} was found within {LIMIT_S:g} s")
 
 
 OF_A_TEST = "test-"
-"""What begins so belongs to a test that runs at the same time."""
+"""Prefix of shared memory that belongs to a test running at the same time."""
 
 
 def leftovers(seen: set[Process], temporary: Path, shared: set[str]) -> list[str]:
     deadline = time.monotonic() + GONE_S
     while True:
-        left = [f"process {each[0]} stays: {_command(each[0])}" for each in seen if is_there(each)]
+        left = [f"process {process[0]} stays: {_command(process[0])}" for process in seen if is_there(process)]
         left += [f"{path} stays" for path in temporary.iterdir()]
         new = {name for name in os.listdir("/dev/shm") if not name.startswith(OF_A_TEST)} - shared
         left += [f"/dev/shm/{name} stays" for name in new if not _is_mapped(name)]
@@ -234,7 +235,7 @@ def leftovers(seen: set[Process], temporary: Path, shared: set[str]) -> list[str
 
 
 def _is_mapped(name: str) -> bool:
-    """Return whether somebody uses shared memory: all of the run have ended, so it is another program's."""
+    """Return whether a process uses shared memory. The run's processes have ended, so it belongs to another program."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             if f"/dev/shm/{name}" in maps.read_text():
@@ -243,12 +244,12 @@ def _is_mapped(name: str) -> bool:
 
 
 def below(pid: int) -> set[Process]:
-    """A process and all below it, each with when it began."""
-    found, level = {pid}, {pid}
+    """Return a process and all its descendants, each with its start time."""
+    pids, level = {pid}, {pid}
     while level:
-        level = set().union(*map(children_of, level)) - found
-        found |= level
-    return set(identities(found))
+        level = set().union(*map(children_of, level)) - pids
+        pids |= level
+    return set(identities(pids))
 
 
 def identities(pids: set[int]) -> Iterator[Process]:
@@ -265,12 +266,12 @@ def is_there(process: Process) -> bool:
 def _command(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:160]
-    return "gone meanwhile"
+    return "ended in the meantime"
 
 
 @contextmanager
 def _temporary() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="e"))  # not pytest's: Ray's sockets need a short one
+    path = Path(tempfile.mkdtemp(prefix="e"))  # not pytest's directory: Ray's sockets need a short path
     try:
         yield path
     finally:
@@ -278,12 +279,16 @@ def _temporary() -> Iterator[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Go through endings, and say of each what is not as it should be."""
-    parser = argparse.ArgumentParser(description="End runs in every way at every moment, and look at what they leave.")
-    parser.add_argument("--only", default="", help="those whose name has this, as in `SIGKILL driver save`")
-    parser.add_argument("--share", type=int, default=1, help="every so manieth of them, drawn by a seed")
+    """Run the endings and print the faults of each."""
+    parser = argparse.ArgumentParser(
+        description="End runs in every way at every moment, and check what they leave behind."
+    )
+    parser.add_argument(
+        "--only", default="", help="run only endings whose name contains this, such as `SIGKILL driver save`"
+    )
+    parser.add_argument("--share", type=int, default=1, help="run one in SHARE of the endings, drawn with a fixed seed")
     options = parser.parse_args(arguments)
-    chosen = [each for each in ENDINGS if options.only in str(each)]
+    chosen = [ending for ending in ENDINGS if options.only in str(ending)]
     chosen = random.Random(1).sample(chosen, -(-len(chosen) // options.share))
     num_bad = 0
     with tempfile.TemporaryDirectory(prefix="mrl-endings-") as directory:
@@ -291,11 +296,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for ending in chosen:
             began = time.monotonic()
             try:
-                found = complaints(place, ending)
+                faults = complaints(place, ending)
             except AssertionError as error:
-                found = [str(error)]
-            num_bad += bool(found)
-            print(f"{ending!s:32} {time.monotonic() - began:5.0f} s  {'; '.join(found) or 'held'}", flush=True)
+                faults = [str(error)]
+            num_bad += bool(faults)
+            print(f"{ending!s:32} {time.monotonic() - began:5.0f} s  {'; '.join(faults) or 'held'}", flush=True)
     print(f"{len(chosen) - num_bad} of {len(chosen)} held")
     return min(num_bad, 1)
 

@@ -1,4 +1,4 @@
-"""One ending of each kind, drawn by a seed; `make sweep` goes through all of them."""
+"""One ending of each kind, drawn with a seed. `make sweep` runs all of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from tests.endings.endings import ENDINGS, Ending, Workplace, complaints, identities, leftovers
 
 SEED = int(os.environ.get("MRL_ENDINGS_SEED", "1"))
-TARGETS = ("group", "supervisor", "raylet", "gcs_server")  # a driver that is killed is tests/controller's
-DRAWN = [random.Random(SEED).choice([each for each in ENDINGS if each.target == target]) for target in TARGETS]
+TARGETS = ("group", "supervisor", "raylet", "gcs_server")  # tests/controller kills the driver
+DRAWN = [random.Random(SEED).choice([ending for ending in ENDINGS if ending.target == target]) for target in TARGETS]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ending", [*DRAWN[:1], *(pytest.param(each, marks=pytest.mark.on_demand) for each in DRAWN[1:])], ids=str
+    "ending", [*DRAWN[:1], *(pytest.param(ending, marks=pytest.mark.on_demand) for ending in DRAWN[1:])], ids=str
 )
 def test_a_run_that_is_ended_leaves_nothing_and_goes_on(place: Workplace, ending: Ending) -> None:
     assert complaints(place, ending) == []

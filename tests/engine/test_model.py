@@ -159,7 +159,7 @@ def test_every_tensor_of_a_mixture_is_on_the_device_of_its_rank(tmp_path: Path) 
 
 
 def devices_of_a_model(path: str) -> set[str]:
-    """Build the model for a device that is neither the CPU nor, on this machine, missing."""
+    """Build the model for a device other than the CPU that every machine has."""
     with model_parallel(ParallelConfig(), seed=1) as groups:
         elsewhere = replace(groups, device=torch.device("meta"))
         request = ModelRequest(read_spec(path), "lm", "float32", {})

@@ -1,4 +1,4 @@
-"""Runs of a tiny model, over hosts and on this machine alone."""
+"""Runs of a tiny model, over several hosts and on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_run(path: Path, model: Path, placement: dict[str, Any], **own: Any) -> Path:
-    """A GRPO run of two steps, two updates each, that would be given half of its devices by each of two hosts."""
+    """Write the configuration of a GRPO run: two steps of two updates each, on four devices, two per host."""
     run = {
         "run": {"name": path.stem, "dir": str(path.parent / "runs")},
         "cluster": {"nodes": 1, "devices_per_node": 4, "device": "cpu"},
@@ -52,19 +52,19 @@ def write_run(path: Path, model: Path, placement: dict[str, Any], **own: Any) ->
 
 
 def over_both(address: str) -> str:
-    """The cluster of two hosts, as an override."""
+    """Return the override for a cluster of two hosts."""
     return f"cluster={{nodes: 2, devices_per_node: 2, ray_address: '{address}'}}"
 
 
 def metrics_alone(config: Path) -> list[dict[str, Any]]:
-    """The metrics of the same run on one host, which is this machine."""
+    """Return the metrics of the same run on this machine alone."""
     run_mrl("train", str(config), "run.name=alone", "--quiet")
     return untimed(config.parent / "runs" / "alone")
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, str]]:
-    """Ray over two hosts with two devices each, whose interfaces have different names: its head, and its address."""
+    """Start Ray on two hosts, two devices each, with different interface names. Yield the head and Ray's address."""
     if reason := why_not():
         pytest.skip(reason)
     directory = tmp_path_factory.mktemp("hosts")

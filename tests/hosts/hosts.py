@@ -1,8 +1,8 @@
-"""Hosts in a box: namespaces of their own for network, name, shared memory and /etc/hosts, on one bridge.
+"""Simulated hosts: separate namespaces for network, host name, shared memory and /etc/hosts, on one bridge.
 
-A first process, `init`, is the init of a namespace of processes and holds the bridge. Whatever runs on a host runs in
-that namespace, so the kernel ends all of it with `init`, which ends when its standard input does: a test that is killed
-leaves nothing behind either. Nothing has a name outside, so two sessions cannot meet. The file system is shared.
+A first process, `init`, is the init process of a PID namespace and holds the bridge. All processes of all hosts run in
+that namespace, so the kernel ends them with `init`, which ends when its standard input closes. Therefore even a killed
+test leaves nothing behind. Nothing has a name outside, so two sessions cannot collide. The file system is shared.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _START_S = 240.0
 _SPACES = ("--net", "--mount", "--uts")
 _AS_ROOT = () if os.getuid() == 0 else ("--map-root-user",)
 _ENTER_AS_ROOT = () if os.getuid() == 0 else ("--user", "--preserve-credentials")
-# Orphans of the hosts become its children: ignored ones are never zombies.
+# Orphaned processes of the hosts become its children; with SIGCHLD ignored, they never become zombies.
 _INIT = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
 _HOLD = "import sys; print(flush=True); sys.stdin.read()"
 
 
 @cache
 def why_not() -> str:
-    """Why this machine cannot have hosts; empty where it can."""
+    """Return why this machine cannot simulate hosts, or an empty string if it can."""
     if missing := [name for name in ("ip", "unshare", "nsenter", "mount", "hostname") if shutil.which(name) is None]:
         return f"hosts need {', '.join(missing)} (iproute2, util-linux, hostname)"
     make = "ip link add br0 type bridge && ip link add v0 type veth peer name v1 && mount -t tmpfs none /dev/shm"
@@ -46,28 +46,28 @@ def why_not() -> str:
 
 @dataclass
 class Host:
-    """One of them."""
+    """A simulated host."""
 
     name: str
     address: str
     interface: str
     port: str
-    """The other end of its link, on the bridge."""
+    """Bridge end of its network link."""
     pid: int
-    """Of the process that holds its namespaces."""
+    """Process id of the process that holds its namespaces."""
     names: Path
-    """Its /etc/hosts."""
+    """File that it sees as /etc/hosts."""
     files: Path
-    """For Ray; removed with the hosts."""
+    """Directory for Ray, removed with the hosts."""
     environment: dict[str, str] = field(default_factory=dict)
-    """For what runs there."""
+    """Environment variables for commands on this host."""
 
     def prefix(self, directory: Path = ROOT) -> list[str]:
-        """What makes a command run there, in a directory."""
+        """Return the command prefix that runs a command on this host, in a directory."""
         return ["nsenter", f"--target={self.pid}", *_ENTER_AS_ROOT, *_SPACES, "--pid", f"--wdns={directory}"]
 
     def run(self, *command: str, cwd: Path = ROOT, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-        """Run a command there to its end."""
+        """Run a command on this host and wait for it."""
         return subprocess.run(
             [*self.prefix(cwd), *command],
             capture_output=True,
@@ -77,28 +77,28 @@ class Host:
         )
 
     def all_environment(self) -> dict[str, str]:
-        """For what runs there: of this process's own nothing that speaks of its Ray or its network."""
+        """Return the environment for commands: this process's without Ray and network variables, plus the host's."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "GLOO_", "NCCL_"))}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         return kept | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | self.environment
 
     def ip(self, *arguments: str) -> None:
-        """Change its network."""
+        """Run `ip` on this host to change its network."""
         ran = self.run("ip", *arguments)
         assert ran.returncode == 0, ran.stderr
 
     def limit(self, mbit_per_s: int) -> None:
-        """Let no more than this pass its link, each way. Of time lost a burst makes up 2 ms, or two full segments."""
+        """Limit the rate of its link in both directions, with a burst of 2 ms or two full segments."""
         burst = max(mbit_per_s * 250, 2 * 65536)
         shape = ["replace", "root", "tbf", "rate", f"{mbit_per_s}mbit", "burst", str(burst), "latency", "50ms"]
         self._shape(shape, sends=True, receives=True)
 
     def drop(self, *, sends: bool = True, receives: bool = True) -> None:
-        """Lose what it sends, or what is sent to it, without a word to anybody."""
+        """Silently drop the packets that it sends, that it receives, or both."""
         self._shape(["replace", "root", "pfifo", "limit", "0"], sends=sends, receives=receives)
 
     def heal(self) -> None:
-        """Let its link carry everything again."""
+        """Remove the limits and drops of its link."""
         self._shape(["del", "root"], sends=True, receives=True, missing="Cannot delete qdisc with handle of zero")
 
     def _shape(self, shape: Sequence[str], *, sends: bool, receives: bool, missing: str | None = None) -> None:
@@ -110,23 +110,23 @@ class Host:
             assert ran.returncode == 0 or (missing and missing in ran.stderr), ran.stderr
 
     def processes(self, title: str = "") -> list[int]:
-        """Those that run there, or that call themselves so."""
-        space, found = os.readlink(f"/proc/{self.pid}/ns/net"), []
+        """Return the process ids on this host, or those with `title` in the command line."""
+        space, pids = os.readlink(f"/proc/{self.pid}/ns/net"), []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if os.readlink(process / "ns" / "net") == space and int(process.name) != self.pid:
-                    found += [int(process.name)] * (title in (process / "cmdline").read_text())
-        return found
+                    pids += [int(process.name)] * (title in (process / "cmdline").read_text())
+        return pids
 
     def kill_all(self) -> None:
-        """Kill whatever runs there, as when it loses its power."""
+        """Kill all processes on this host, like a loss of power."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         (self.files / "ray_current_cluster").unlink(missing_ok=True)
 
     def mrl(self, *arguments: str, cwd: Path, code: int = 0) -> str:
-        """What `mrl` prints there."""
+        """Run `mrl` on this host and return its output."""
         ran = self.run(sys.executable, "-c", MAIN, *arguments, cwd=cwd)
         assert ran.returncode == code, ran.stdout + ran.stderr
         return ran.stdout + ran.stderr
@@ -134,14 +134,19 @@ class Host:
 
 @contextmanager
 def hosts(interfaces: Sequence[str]) -> Iterator[list[Host]]:
-    """A host for each of these names of interfaces, called node1, node2, ...
+    """Start a host for each interface name, called node1, node2, ...
 
-    As on Debian a host's own name stands for 127.0.1.1 there, and those of the others for their addresses.
+    As on Debian, a host resolves its own name to 127.0.1.1, and the names of the other hosts to their addresses.
     """
     with ExitStack() as stack:
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mrl-hosts-")))
         init = _hold(stack, ["unshare", *_AS_ROOT, *_SPACES, "--pid", "--fork", "--mount-proc", "--kill-child"], _INIT)
-        switch = ["nsenter", f"--target={init}", *_ENTER_AS_ROOT, "--net"]  # its processes have the numbers of outside
+        switch = [
+            "nsenter",
+            f"--target={init}",
+            *_ENTER_AS_ROOT,
+            "--net",
+        ]  # enters no PID namespace, so process ids are those outside
         _run(*switch, "sh", "-ec", "ip link add br0 type bridge; ip link set br0 up")
         made = []
         for number, interface in enumerate(interfaces, 1):
@@ -163,9 +168,9 @@ def hosts(interfaces: Sequence[str]) -> Iterator[list[Host]]:
 
 @contextmanager
 def ray_on(some: Sequence[Host], directory: Path, *options: str, dashboard: bool = False) -> Iterator[str]:
-    """Ray over these hosts, behind a token, the first of them its head: the address to join it by.
+    """Start Ray on these hosts with token authentication, the first as head. Yield the address for joining.
 
-    Its processes end with the hosts.
+    Ray's processes end with the hosts.
     """
     token = directory / "token"
     token.touch(mode=0o600)
@@ -187,7 +192,7 @@ def ray_on(some: Sequence[Host], directory: Path, *options: str, dashboard: bool
 
 @contextmanager
 def ray_of(host: Host, *options: str) -> Iterator[RayNode]:
-    """A host's part of a Ray, which it may still be starting."""
+    """Start the Ray node of a host without waiting until it is ready."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += [f"--node-ip-address={host.address}", f"--node-name={host.name}", f"--temp-dir={host.files}"]
     process = subprocess.Popen(
@@ -203,7 +208,7 @@ def ray_of(host: Host, *options: str) -> Iterator[RayNode]:
 
 
 def _hold(stack: ExitStack, enter: Sequence[str], program: str) -> int:
-    """Start a program that holds namespaces until the block ends; its number, as it is outside of them."""
+    """Start a program that holds namespaces until the block ends. Return its process id outside of them."""
     process = subprocess.Popen(
         [*enter, sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )

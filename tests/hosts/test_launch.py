@@ -1,4 +1,4 @@
-"""Jobs over two hosts: the batch script as it is, with a task on each, and a job of a Ray cluster."""
+"""Jobs over two hosts: the unchanged batch script with a task on each host, and a job on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_batch_script_over_two_hosts(place: Place, model: Path) -> None:
     named = [record.event for record in read_events(run / "events.jsonl") if isinstance(record.event, NetworkChosen)]
     assert [(event.node, event.address) for event in named] == [("node1", "10.77.0.1"), ("node2", "10.77.0.2")]
     assert all(event.of_site == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"} for event in named)
-    assert not any(event.chosen for event in named), "what the site has set stays"
+    assert not any(event.chosen for event in named), "the site's settings are kept"
     assert untimed(run) == metrics_alone(config)
 
 
@@ -50,7 +50,7 @@ def test_the_batch_script_over_two_hosts(place: Place, model: Path) -> None:
 def test_a_job_of_a_ray_cluster_over_two_hosts(model: Path, tmp_path: Path) -> None:
     config = write_run(tmp_path / "two.yaml", model, **ACTOR_OVER_BOTH)
     with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=2", dashboard=True):
-        both[1].names.write_text("127.0.0.1 localhost\n")  # its name stands for nothing
+        both[1].names.write_text("127.0.0.1 localhost\n")  # its name does not resolve
         await_dashboard = "until (: </dev/tcp/127.0.0.1/8265) 2>/dev/null; do sleep 0.2; done"
         both[0].run("bash", "-c", await_dashboard, timeout_s=120)
         both[0].mrl("launch", "ray", str(config), OVER_BOTH, "--address", "http://127.0.0.1:8265", cwd=tmp_path)

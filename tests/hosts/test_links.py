@@ -1,4 +1,4 @@
-"""The hosts themselves, and what is said of those that do not reach each other."""
+"""The simulated hosts, and the messages for hosts that cannot reach each other."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_addresses_of_a_host_and_the_interfaces_that_carry_them() -> None:
 
 
 def test_pairs_of_hosts_that_do_not_reach_each_other_are_named(tmp_path: Path, model: Path) -> None:
-    """Node 2 sends nothing to node 3, both reach the head; and gloo would listen on the loopback of node 1."""
+    """Node 2 cannot send to node 3, both reach the head, and gloo would listen on the loopback of node 1."""
     batch = {"prompts_per_step": 3, "samples_per_prompt": 4, "samples_per_update": 12}
     config = write_run(tmp_path / "run.yaml", model, PLACEMENT, actor=TRAINED, batch=batch)
     with hosts(["eth0", "eth0", "ens7"]) as three:
@@ -48,7 +48,7 @@ def test_pairs_of_hosts_that_do_not_reach_each_other_are_named(tmp_path: Path, m
         three[1].ip("route", "add", "unreachable", "10.77.0.3")
         with ray_on(three, tmp_path, "--num-cpus=1") as address:
             cluster = f"cluster={{nodes: 3, devices_per_node: 1, ray_address: '{address}'}}"
-            said = three[0].mrl("check", str(config), cluster, cwd=tmp_path, code=2)
+            output = three[0].mrl("check", str(config), cluster, cwd=tmp_path, code=2)
             refused = three[0].mrl("train", str(config), cluster, cwd=tmp_path, code=1)
     expected = [
         "node2 cannot reach node1 at 127.0.0.1 (lo): Connection refused",
@@ -56,8 +56,8 @@ def test_pairs_of_hosts_that_do_not_reach_each_other_are_named(tmp_path: Path, m
         "node3 cannot reach node1 at 127.0.0.1 (lo): Connection refused",
         "node3 cannot reach node2 at 10.77.0.2 (eth0): no answer within 5 s",
     ]
-    assert re.findall(r"fail +network: (.*)", said) == expected
-    assert "open TCP between these nodes" in said
+    assert re.findall(r"fail +network: (.*)", output) == expected
+    assert "open TCP between these nodes" in output
     assert re.findall(r"node\d cannot reach .*", refused) == expected
     events = [record.event for record in read_events(tmp_path / "runs" / "run" / "events.jsonl")]
-    assert not [event for event in events if isinstance(event, WorkersStarted)], "it did not come to that"
+    assert not [event for event in events if isinstance(event, WorkersStarted)], "the run started workers"

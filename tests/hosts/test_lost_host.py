@@ -1,6 +1,6 @@
-"""A host of two is lost in a step: the run says so, waits for one in its place, and comes to the same figures.
+"""One of two hosts is lost in a step: the run reports it, waits for a replacement, and reaches the same metrics.
 
-What heals before it is taken for lost, or is only slow, costs nothing.
+A link that recovers before its host is declared lost, or that is only slow, causes no restart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.hosts.conftest import TRAINED, metrics_alone, write_run
 from tests.hosts.hosts import RAY_PORT, Host, hosts, ray_of, ray_on
 
 RESTARTS_S = 20.0
-"""From the loss on: six heartbeats of two seconds, and what the end of a run takes."""
+"""Seconds from the loss to the restart: six heartbeats of two seconds, plus the time to end a run."""
 
 
 RESTARTS = ("training.max_restarts=2", "deadlines.heartbeat_s=2", "--quiet")
@@ -69,20 +69,20 @@ def test_a_run_that_loses_a_host_waits_for_another(phase: str, loss: str, model:
         assert not trains.done(), trains.result()
         assert _times(run, RunRestarted)[0] - lost < RESTARTS_S
         assert 0 < _times(run, NodeSilent)[0] - lost < 5
-        _await(lambda: not both[1].processes("ray::WorkerHost"), 10)  # whoever is out of reach has ended itself
+        _await(lambda: not both[1].processes("ray::WorkerHost"), 10)  # workers without a connection end themselves
         both[1].kill_all()
         both[1].heal()
         both[1].ip("link", "set", both[1].interface, "up")
         with ray_of(both[1], f"--address={both[0].address}:{RAY_PORT}", "--num-cpus=1") as again:
             again.await_start(120)
-            said = trains.result()
-    assert "node node2 (10.77.0.2)" in said or "on node node2" in said
-    assert "the run lost a worker or a node: restart 1 of 2, from step" in said
+            output = trains.result()
+    assert "node node2 (10.77.0.2)" in output or "on node node2" in output
+    assert "the run lost a worker or a node: restart 1 of 2, from step" in output
     assert untimed(run) == metrics_alone(config)
 
 
 def _blip(host: Host) -> None:
-    """Be out of reach for a second, which is less than a heartbeat."""
+    """Drop all packets for one second, less than a heartbeat."""
     host.drop()
     time.sleep(1)
     host.heal()
@@ -118,12 +118,12 @@ def test_a_run_whose_host_does_not_come_back_goes_on_with_the_one_that_is_left(m
         )
         _await_second_step(run, "rollout", trains)
         both[1].kill_all()
-        said = trains.result()
-    goes_on = "continues with cluster.nodes=1 placement.pools.all=1 actor.parallel.pp=1: restart 2 of 2, from step 1"
-    assert goes_on in said
+        output = trains.result()
+    message = "continues with cluster.nodes=1 placement.pools.all=1 actor.parallel.pp=1: restart 2 of 2, from step 1"
+    assert message in output
     alone = _figures(metrics_alone(config))
     assert _figures(untimed(run)) == [pytest.approx(step, rel=1e-4) for step in alone], (
-        "another layout rounds otherwise"
+        "another layout rounds differently"
     )
 
 
@@ -147,34 +147,34 @@ def test_a_run_whose_cluster_is_lost_goes_on_with_the_next(model: Path, tmp_path
         assert not trains.done(), trains.result()
         with ray_of(host, *options) as again:
             again.await_start(120)
-            said = trains.result()
-    assert "restart 1 of 2, from step" in said
+            output = trains.result()
+    assert "restart 1 of 2, from step" in output
     assert untimed(run) == metrics_alone(config)
 
 
 def _figures(metrics: list[dict[str, Any]]) -> list[list[float]]:
-    """What was drawn, what it scored, and how far it moved the model."""
+    """Return score, response length and gradient norm of each step."""
     names = ("reward/score/mean", "response_length/mean", "actor/grad_norm")
     return [[step[name] for name in names] for step in metrics]
 
 
 def _await_second_step(run: Path, phase: str, trains: Future[str]) -> None:
-    """Return when this phase of it has begun, and the first is saved."""
+    """Wait until the first step is saved and this phase of the second step has begun."""
     _await(lambda: trains.done() or (bool(steps_in(run / CHECKPOINTS)) and _has_begun(run, phase, step=2)), 300)
     assert not trains.done(), trains.result()
 
 
 def _has_begun(run: Path, phase: str, step: int) -> bool:
-    events = (each.event for each in read_events(run / "events.jsonl"))
+    events = (record.event for record in read_events(run / "events.jsonl"))
     return any(isinstance(event, PhaseBegin) and (event.phase, event.step) == (phase, step) for event in events)
 
 
 def _times(run: Path, kind: type) -> list[float]:
-    return [each.time for each in read_events(run / "events.jsonl") if isinstance(each.event, kind)]
+    return [record.time for record in read_events(run / "events.jsonl") if isinstance(record.event, kind)]
 
 
-def _await(true: Callable[[], bool], limit_s: float) -> None:
+def _await(condition: Callable[[], bool], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not come to that"
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition did not hold within {limit_s:g} s"
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Training over two hosts with addresses of their own, where a host's name stands for 127.0.1.1 on it."""
+"""Training over two hosts with separate addresses, where a host resolves its own name to 127.0.1.1."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_run_over_two_hosts_is_the_run_of_one(
     nodes = {node for event in events if isinstance(event, PoolReady) for node in event.nodes}
     assert nodes == {"node1", "node2"}
     networks = {event.node: event for event in events if isinstance(event, NetworkChosen)}
-    assert {node: (each.address, each.chosen) for node, each in networks.items()} == {
+    assert {node: (network.address, network.chosen) for node, network in networks.items()} == {
         "node1": ("10.77.0.1", {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}),
         "node2": ("10.77.0.2", {"GLOO_SOCKET_IFNAME": "ens7", "NCCL_SOCKET_IFNAME": "=ens7"}),
     }

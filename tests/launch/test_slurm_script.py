@@ -29,7 +29,7 @@ CONTAINERS = {
 }
 STAND_IN = """\
 #!/bin/bash
-# In place of Python, and so of every node: waits until it is told to stop, and leaves as a run would.
+# Replaces Python on each node: waits for the file `stop` and exits like a run.
 attempt=$3
 echo "$*" >>"$attempt/called-$SLURMD_NODENAME"
 if [ "$SLURM_PROCID" = 0 ]; then

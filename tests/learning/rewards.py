@@ -1,4 +1,4 @@
-"""What the runs that must learn are rewarded for, and what nobody can learn."""
+"""A reward function that a run must learn, and another that no run can learn."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mrl.rewards.sample import Sample
 
 
 def digits(sample: Sample) -> float:
-    """The share of the response that is digits."""
-    return sum(each.isdigit() for each in sample.response) / 8
+    """Return the share of digits in the response."""
+    return sum(character.isdigit() for character in sample.response) / 8
 
 
-def somebody_elses(sample: Sample) -> float:
-    """A score that follows from the row's number: spread like a real one, and nothing that was said changes it."""
+def unrelated(sample: Sample) -> float:
+    """Return a score that depends only on the row's number. It varies like a real score, but no response changes it."""
     of_row = hashlib.blake2b(f"{sample.row_id}".encode(), digest_size=2).digest()
     return int.from_bytes(of_row, "big") % 9 / 8

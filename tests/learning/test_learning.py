@@ -1,4 +1,4 @@
-"""A run must learn, and must not where there is nothing to learn: a smaller cousin of the demo, with Ray and vLLM."""
+"""A run must learn a reward, and must not learn from unrelated scores: a small version of the demo on Ray and vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mrl.observe.metrics import read_metrics
 from tests.apart import run_mrl
 
 KNOWN_AT_MOST, GOAL, STILL_AT_MOST = 0.10, 0.60, 0.15
-"""Shares of digits in what is said: of 263 tokens ten are digits, so that at first it is about 4 %."""
+"""Shares of digits in the responses. Ten of 263 tokens are digits, so at first the share is about 4 %."""
 CONFIG = """\
 run: {{dir: {directory}}}
 cluster: {{devices_per_node: 1, device: cpu}}
@@ -41,7 +41,7 @@ STEPS = 16
 
 
 def shares_of_digits(directory: Path, advantage: str, reward: str) -> list[float]:
-    """By step."""
+    """Run the configuration and return the share of digits at each step."""
     has_critic = advantage == "gae"
     config = directory / "run.yaml"
     values: dict[str, Any] = {"directory": directory, "model": make_model(directory / "model", seed=1)}
@@ -63,5 +63,5 @@ def test_what_is_rewarded_is_learned(advantage: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.on_demand
 def test_from_somebody_else_s_scores_nothing_is_learned(tmp_path: Path) -> None:
-    shares = shares_of_digits(tmp_path, "grpo", "somebody_elses")
+    shares = shares_of_digits(tmp_path, "grpo", "unrelated")
     assert max(shares) <= STILL_AT_MOST, shares

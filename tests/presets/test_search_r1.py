@@ -1,4 +1,4 @@
-"""The presets of Search-R1: its limits, and what its paper gives as shares, in updates."""
+"""The presets of Search-R1: its limits, and the schedules that its paper gives as shares of the updates."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SEARCH_R1 = {name: config for name, config in presets().items() if isinstance(co
 
 
 def test_there_is_one_for_each_size_and_algorithm() -> None:
-    found = {(config.model.path, config.algorithm.advantage) for config in SEARCH_R1.values()}
-    assert found == {(f"Qwen/Qwen2.5-{size}", algorithm) for size in ("3B", "7B") for algorithm in ("gae", "grpo")}
+    variants = {(config.model.path, config.algorithm.advantage) for config in SEARCH_R1.values()}
+    assert variants == {(f"Qwen/Qwen2.5-{size}", algorithm) for size in ("3B", "7B") for algorithm in ("gae", "grpo")}
 
 
 @pytest.mark.parametrize("name", SEARCH_R1)
 def test_limits_and_schedules_are_those_of_the_paper(name: str) -> None:
     config = SEARCH_R1[name]
-    environment, room = config.agent.environments["search"], config.rollout.max_response_tokens
-    assert (environment.max_turns, environment.whole_response_tokens()) == (4 + 1, room)
+    environment, max_tokens = config.agent.environments["search"], config.rollout.max_response_tokens
+    assert (environment.max_turns, environment.whole_response_tokens()) == (4 + 1, max_tokens)
     updates = config.training.steps * updates_per_step(config.batch)
     assert updates_per_step(config.batch) == 512 // 256
     assert config.actor.schedule.warmup_steps == pytest.approx(0.285 * updates)

@@ -1,4 +1,4 @@
-"""Every preset's models train as a plain run does: three steps of the twin beside one rank without any switch."""
+"""Each preset's models train like a plain run: three steps of the twin against one rank without any switch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.presets.twins import presets, switches, training_twin, training_twins
 TWINS = training_twins()
 QUICK = {"grpo-qwen3-30b-a3b-2n8g:actor", "distill-qwen2.5-7b-from-72b-2n8g:actor"}
 SLOW = {"ppo-llama3.1-8b-1n8g:critic", "grpo-mixtral-8x22b-8n8g:actor", "grpo-qwen3-8b-32k-4n8g:actor"}
-"""With the quick ones, each switch and each kind of parallelism."""
+"""Together with QUICK these cover each switch and each kind of parallelism."""
 MAX_PARAMETER_DIFFERENCE = 0.1 * 3 * OPTIMIZER["lr"]
-"""A tenth of what three steps of Adam move. Elements of key biases have gradients near zero, and Adam goes as far for
-one that is rounding alone: their difference is 1e-4, that of every other tensor 1e-5."""
+"""A tenth of the distance that three steps of Adam move. Some elements of key biases have gradients near zero, and Adam
+moves as far for a gradient that is only rounding: they differ by 1e-4, all other tensors by 1e-5."""
 
 
 def marked(name: str) -> object:
@@ -43,7 +43,7 @@ def test_every_switch_and_kind_of_parallelism_is_tried_in_every_run_of_the_tests
 @pytest.mark.parametrize("name", [marked(name) for name in TWINS])
 def test_a_preset_trains_as_a_plain_run_does(name: str, tmp_path: Path) -> None:
     twin = TWINS[name]
-    found = verify_layout(twin.values, twin.head, twin.settings, twin.num_ranks, tmp_path / "model")
-    print(f"{name}: {found}")
-    assert found.is_right, found
-    assert found.parameters < MAX_PARAMETER_DIFFERENCE
+    result = verify_layout(twin.values, twin.head, twin.settings, twin.num_ranks, tmp_path / "model")
+    print(f"{name}: {result}")
+    assert result.is_right, result
+    assert result.parameters < MAX_PARAMETER_DIFFERENCE

@@ -1,4 +1,4 @@
-"""Presets from their files through Ray and vLLM: a covering set of them, with all families, placements and switches."""
+"""Run presets from their files through Ray and vLLM: a set that covers all families, placements and switches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.presets.twins import CONFIGS, presets, switches
 from tests.presets.whole import NOT_ON_A_CPU, overrides, write_data, write_model
 
 WHOLE = {name: config for name, config in presets().items() if isinstance(config, Config) and "toy:" not in str(config)}
-"""What is started by a model's name and files of data; the others stand in README and are tested there."""
+"""Presets with a model name and data files. The README has the others and is tested separately."""
 COVERING = {
     "grpo-qwen2.5-0.5b-1n1g",
     "ppo-llama3.1-8b-1n8g",
@@ -28,11 +28,11 @@ COVERING = {
 
 
 EVERY_TIME = ("grpo-qwen3-30b-a3b-2n8g", "distill-qwen2.5-7b-from-72b-2n8g", "grpo-qwen2.5-7b-async-2n8g")
-"""Of these, what each submission goes through: experts, a teacher, weights in flight."""
+"""The presets that run in each CI run: experts, a teacher, and weight updates during generation."""
 
 
 def traits(name: str) -> set[str]:
-    """Of a preset, what its run goes through."""
+    """Return the features that a run of this preset uses."""
     config = WHOLE[name]
     roles = " and ".join(sorted(config.model_roles()))
     family = config.model.path.rpartition("/")[2].split("-")[0]
@@ -42,10 +42,10 @@ def traits(name: str) -> set[str]:
         for kind in ("tp", "pp", "vpp", "cp", "ep", "etp")
         if getattr(role.parallel, kind) > 1
     }
-    handed_on = set().union(*(switches(role) for role in config.model_roles().values()))
+    passed_on = set().union(*(switches(role) for role in config.model_roles().values()))
     vllm = {f"vllm.{key}" for key in config.rollout.vllm if key not in NOT_ON_A_CPU}
     pools = "apart" if len(config.placement.pools) > 1 else "colocated"
-    return {family, f"{roles} {pools}", f"kl in the {config.algorithm.kl.where}", *kinds, *handed_on, *vllm}
+    return {family, f"{roles} {pools}", f"kl in the {config.algorithm.kl.where}", *kinds, *passed_on, *vllm}
 
 
 def test_the_covering_set_has_everything_that_a_preset_has() -> None:
@@ -72,5 +72,5 @@ def test_a_preset_starts_by_its_names_and_does_three_steps(name: str, tmp_path: 
         if line["step"]:
             assert line["actor/grad_norm"] > 0
             difference = line.get("mismatch/log_prob_abs_diff_mean", line.get("actor/rollout_diff"))
-            if not line.get("async/staleness/max"):  # else the policy has moved since
-                assert difference < 1e-5, "the engine computes with the trainer's weights"
+            if not line.get("async/staleness/max"):  # otherwise the policy has changed since
+                assert difference < 1e-5, "engine and trainer disagree on log-probs"

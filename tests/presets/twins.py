@@ -1,4 +1,4 @@
-"""Twins of the presets: the same family, switches and kinds of parallelism, with sizes cut to what a laptop holds."""
+"""Small twins of the presets for a laptop: the same family, switches and kinds of parallelism, reduced sizes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ MAX_SIZE = 2
 
 
 def presets() -> dict[str, AnyConfig]:
-    """Every file that a user can start, by its name."""
+    """Return the configuration of each preset by its file name."""
     return {path.stem: load_any_config(str(path)).config for path in sorted(CONFIGS.glob("*.yaml"))}
 
 
 def cut(parallel: ParallelConfig) -> ParallelConfig:
-    """The same kinds of parallelism, each at most two wide."""
+    """Return the same kinds of parallelism, each of size at most 2."""
     sizes = {field.name: getattr(parallel, field.name) for field in fields(parallel)}
     return replace(parallel, **{name: min(size, MAX_SIZE) for name, size in sizes.items() if size and size is not True})
 
 
 @dataclass(frozen=True)
 class TrainingTwin:
-    """A role of a preset, to be trained beside a plain run of one rank."""
+    """A role of a preset, to train and compare with a plain run on one rank."""
 
     values: Mapping[str, Any]
     """The `config.json` of a small model of its family."""
@@ -43,18 +43,18 @@ class TrainingTwin:
 
 
 def training_twins() -> dict[str, TrainingTwin]:
-    """Name of each twin, `preset:role`; of roles that differ in sizes alone there is one, named after the first."""
-    found: dict[str, TrainingTwin] = {}
+    """Return the twins by name, `preset:role`. Roles that only differ in sizes share the twin of the first."""
+    twins: dict[str, TrainingTwin] = {}
     for preset, config in presets().items():
         for role in config.model_roles():
             twin = training_twin(config, role)
-            if twin not in found.values():
-                found[f"{preset}:{role}"] = twin
-    return found
+            if twin not in twins.values():
+                twins[f"{preset}:{role}"] = twin
+    return twins
 
 
 def training_twin(config: AnyConfig, role: str) -> TrainingTwin:
-    """What a role becomes, without what `verify_layout` has its own of."""
+    """Return the twin of a role, without the settings that `verify_layout` chooses itself."""
     settings = config.model_roles()[role]
     parallel = cut(settings.parallel)
     settings = replace(settings, parallel=parallel, max_tokens_per_device=1, dtype="float32")
@@ -67,6 +67,6 @@ def training_twin(config: AnyConfig, role: str) -> TrainingTwin:
 
 
 def switches(settings: MegatronModelConfig) -> set[str]:
-    """The keys that are handed on to Megatron."""
+    """Return the keys that are passed on to Megatron."""
     sections = (getattr(settings, name, {}) for name in ("megatron", "ddp", "optimizer"))
     return {name for section in sections for name in section}

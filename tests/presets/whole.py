@@ -1,6 +1,6 @@
-"""A preset's whole run on a laptop: its file by its name, its model by its hub name, its data by their paths.
+"""A preset's whole run on a laptop: its file by name, its model by hub name, its data by path.
 
-Only sizes are overridden, and what stands in `NOT_ON_A_CPU`.
+Only sizes and the keys of `NOT_ON_A_CPU` are overridden.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mrl.verify.layout import make_random
 from tests.presets.twins import MAX_SIZE, cut
 
 NOT_ON_A_CPU = {
-    "gpu_memory_utilization": "it stays, but a CPU's engine is given its cache in bytes",
+    "gpu_memory_utilization": "unchanged, but on a CPU the size of the engine's cache is set in bytes",
     "cluster.device": "a device is a CPU slot",
-    "dtype": "float32, so that differences are rounding",
-    "agent.environments": "what a preset searches is no part of it, and twelve tokens are no conversation",
-    "reward.functions": "a model that knows nothing is never right, and would learn nothing",
+    "dtype": "float32, so that all differences are rounding",
+    "agent.environments": "the search index is not part of a preset, and twelve tokens are too few for a conversation",
+    "reward.functions": "an untrained model is never right, so it would learn nothing",
 }
-"""What a preset sets and its whole twin does not, with the reason."""
+"""Keys of a preset that its run on a CPU overrides, with the reason."""
 _SIZES = {
     "batch": "{prompts_per_step: 4, samples_per_prompt: 4, samples_per_update: 8}",  # two updates in a step
     "training.steps": "3",
@@ -41,14 +41,14 @@ _REWARDS = "def score(sample):\n    return 1.0 / (1 + sample.num_response_tokens
 
 
 def num_devices(config: Config) -> int:
-    """One copy of each model, two where a copy takes one device."""
+    """Return the devices for one copy of each model, or two copies if a copy takes one device."""
     sizes = [cut(role.parallel) for role in config.model_roles().values()]
     least = 2 if config.placement.pools[config.placement.roles["actor"]] > 1 else 1
     return max(least, *(max(size.tp * size.cp, size.etp * size.ep) * size.pp for size in sizes))
 
 
 def overrides(config: Config) -> Iterator[str]:
-    """What makes a preset small, as `mrl train` takes it."""
+    """Yield the overrides for `mrl train` that make a preset small."""
     devices = num_devices(config)
     tp, engines = min(config.rollout.tp, devices, MAX_SIZE), config.placement.roles.get("rollout")
     pools = {pool: tp if pool == engines else devices for pool in config.placement.pools}
@@ -70,17 +70,17 @@ def overrides(config: Config) -> Iterator[str]:
 
 
 def write_model(config: Config, directory: Path, role: str = "actor") -> Path:
-    """A small model of the role's family, with a tokenizer of bytes."""
+    """Write a small model of the role's family with a byte tokenizer."""
     values = small_config(model_values(config.model_of(role)[1]), cut(config.model_roles()[role].parallel))
     directory.mkdir(parents=True)
-    values["vocab_size"] = save_toy_tokenizer(directory) + 9  # some families' tokenizers add tokens of their own
-    if "head_dim" not in values:  # heads of 32, the smallest that the engine's attention takes
+    values["vocab_size"] = save_toy_tokenizer(directory) + 9  # the tokenizers of some families add tokens
+    if "head_dim" not in values:  # heads of 32, the smallest size that the engine's attention accepts
         values["hidden_size"] = 32 * values["num_attention_heads"]
     return make_random(values, "lm", directory)
 
 
 def write_data(config: Config, directory: Path) -> None:
-    """Prompts where the preset looks for them, and reward functions of one's own."""
+    """Write prompts to the preset's paths, and a file with a reward function."""
     rows = [
         {
             "prompt": [{"role": "user", "content": f"{number}+{number + 7}="}],

@@ -1,7 +1,7 @@
-"""The algorithms of a step, one row after the other, as their papers write them: float64, loops, nothing packed.
+"""The algorithms of a step, one row at a time, as their papers write them: float64, loops, no packing.
 
-This is the second opinion that mrl is held against, and imports nothing of it. A token that the model did not write
-does not exist here: rows come without their masked tokens, and the result is put back where they stood.
+mrl is compared with this second implementation, which imports nothing from mrl. Rows come without the tokens that the
+model did not write, and results are put back at their positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass
 class Row:
-    """One sample: what came from the engine, and what the step finds out about it."""
+    """One sample: the engine's output and the columns that the step computes."""
 
     row_id: int
     uid: str
@@ -36,17 +36,17 @@ class Row:
         return int(self.written.sum())
 
     def spread(self, name: str) -> list[float]:
-        """A column with 0 on the tokens that the model did not write."""
+        """Return a column with 0 on tokens that the model did not write."""
         whole = torch.zeros(len(self.response), dtype=torch.float64)
         whole[self.written] = self.columns[name].detach()
-        found: list[float] = whole.tolist()
-        return found
+        values: list[float] = whole.tolist()
+        return values
 
 
 def kl_estimate(name: str, log_probs: Tensor, reference: Tensor) -> Tensor:
     """Schulman's estimators of KL(pi || ref) from samples of pi, with r = ref / pi.
 
-    k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, at most 10. A plus sign: that value, with the gradient of k2.
+    k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, at most 10. With a plus sign, the gradient is that of k2.
     """
     log_r = reference - log_probs
     name = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(name, name)
@@ -56,15 +56,17 @@ def kl_estimate(name: str, log_probs: Tensor, reference: Tensor) -> Tensor:
 
 
 def divergence(settings: dict[str, Any], policy: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each place, by its definition on log-probs of the whole vocabulary, or of the teacher's likeliest tokens and
-    one more outcome, all others; and the policy's probability of the likeliest."""
+    """Return the divergence at each position, and the policy's probability of the teacher's likeliest tokens.
+
+    It is computed on log-probs of the whole vocabulary, or of the likeliest tokens plus one outcome for all others.
+    """
     beta, mass = settings["beta"], torch.ones(len(policy), dtype=torch.float64)
     if settings["form"] == "top_k":
         ids = teacher.topk(settings["top_k"], dim=-1).indices
         mass = policy.gather(1, ids).exp().sum(-1).detach()
         policy, teacher = (
-            torch.cat([each.gather(1, ids), each.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True)], 1)
-            for each in (policy, teacher)
+            torch.cat([log_probs.gather(1, ids), log_probs.scatter(1, ids, -math.inf).logsumexp(1, keepdim=True)], 1)
+            for log_probs in (policy, teacher)
         )
     p, q = policy.exp(), teacher.exp()
     if beta in (0, 1):
@@ -80,7 +82,7 @@ def discounted(values: Sequence[float], decay: float) -> list[float]:
 
 
 def whitened(rows: Sequence[Row], of: list[list[float]]) -> list[list[float]]:
-    """Mean 0 and variance 1 over all tokens of all rows; the unbiased variance, plus 1e-8."""
+    """Scale to mean 0 and variance 1 over all tokens of all rows, with the unbiased variance plus 1e-8."""
     everything = [value for values in of for value in values]
     mean = sum(everything) / max(len(everything), 1)
     variance = sum((value - mean) ** 2 for value in everything) / max(len(everything) - 1, 1)
@@ -88,35 +90,35 @@ def whitened(rows: Sequence[Row], of: list[list[float]]) -> list[list[float]]:
 
 
 def row_advantages(name: str, rows: Sequence[Row], scores: Sequence[float]) -> list[float]:
-    """One advantage per row: how its score compares with the scores of the same prompt."""
-    found = [0.0] * len(rows)
-    groups = [[at for at, row in enumerate(rows) if row.uid == uid] for uid in {row.uid for row in rows}]
-    varied = sum(len(group) for group in groups if len({scores[at] for at in group}) > 1)
+    """Return one advantage per row, which compares its score with the scores of the same prompt."""
+    advantages = [0.0] * len(rows)
+    groups = [[index for index, row in enumerate(rows) if row.uid == uid] for uid in {row.uid for row in rows}]
+    varied = sum(len(group) for group in groups if len({scores[index] for index in group}) > 1)
     for group in groups:
-        n, mean = len(group), sum(scores[at] for at in group) / len(group)
-        tokens = sum(rows[at].num_written for at in group)
-        weighted = sum(scores[at] * rows[at].num_written for at in group) / max(tokens, 1)
-        spread = math.sqrt(sum((scores[at] - mean) ** 2 for at in group) / max(n - 1, 1))
-        for at in group:
-            others = (n * mean - scores[at]) / max(n - 1, 1)
-            found[at] = {
-                "grpo": (scores[at] - mean) / (spread + 1e-6),
-                "dr_grpo": scores[at] - mean,
-                "reinforce_plus_plus_baseline": scores[at] - mean,
-                "rloo": scores[at] - others,
-                "opo": scores[at] - weighted,
-                "gpg": (scores[at] - mean) * len(rows) / max(varied, 1),
+        n, mean = len(group), sum(scores[index] for index in group) / len(group)
+        tokens = sum(rows[index].num_written for index in group)
+        weighted = sum(scores[index] * rows[index].num_written for index in group) / max(tokens, 1)
+        spread = math.sqrt(sum((scores[index] - mean) ** 2 for index in group) / max(n - 1, 1))
+        for index in group:
+            others = (n * mean - scores[index]) / max(n - 1, 1)
+            advantages[index] = {
+                "grpo": (scores[index] - mean) / (spread + 1e-6),
+                "dr_grpo": scores[index] - mean,
+                "reinforce_plus_plus_baseline": scores[index] - mean,
+                "rloo": scores[index] - others,
+                "opo": scores[index] - weighted,
+                "gpg": (scores[index] - mean) * len(rows) / max(varied, 1),
             }[name]
             if n == 1:
-                found[at] = 0.0  # compared with nothing
-    return found
+                advantages[index] = 0.0  # a single sample has no comparison
+    return advantages
 
 
 def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: float) -> tuple[float, list[float]]:
-    """The columns `advantages`, and `returns` where there is a critic; the mean KL, where it is charged in the reward,
-    and the reward of each row, less that charge.
+    """Add the columns `advantages` and, with a critic, `returns`. Return the mean KL and the reward of each row.
 
-    r_t = -kl_coef kl_t, and the row's score on its last token. The KL is averaged over a row's tokens, then over rows.
+    The KL counts only if it is subtracted from the reward. r_t = -kl_coef kl_t, plus the row's score on its last token.
+    The KL is averaged over a row's tokens, then over rows.
     """
     name, kl = algorithm["advantage"], algorithm["kl"]
     charged = kl["where"] in ("reward", "both")
@@ -150,30 +152,30 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
 
 def _generalized(rows: Sequence[Row], rewards: list[list[float]], algorithm: dict[str, Any]) -> list[list[float]]:
     """GAE: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1), R_t = A_t + V_t."""
-    gamma, lam, found = algorithm["gamma"], algorithm["lam"], []
+    gamma, lam, advantages = algorithm["gamma"], algorithm["lam"], []
     for row, of_row in zip(rows, rewards, strict=True):
         values = [*row.columns["values"].tolist(), 0.0]
         deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(of_row)]
-        found.append(discounted(deltas, gamma * lam))
-        row.columns["returns"] = torch.tensor(found[-1], dtype=torch.float64) + row.columns["values"]
-    return whitened(rows, found) if algorithm["whiten"] else found
+        advantages.append(discounted(deltas, gamma * lam))
+        row.columns["returns"] = torch.tensor(advantages[-1], dtype=torch.float64) + row.columns["values"]
+    return whitened(rows, advantages) if algorithm["whiten"] else advantages
 
 
 def policy_loss(
     loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: Tensor, row: Row
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token of a row, and per token which are clipped and how far the policy has moved."""
+    """Return the loss of each token of a row, and per token whether it is clipped and how far the policy moved."""
     old, advantage = row.columns.get("old_log_probs", log_probs.detach()), row.columns["advantages"]
     if taught and taught["form"] == "advantage":
         advantage = advantage - taught["coef"] * (old - row.columns["teacher_log_probs"])
     low, high, name = loss["clip_low"], loss["clip_high"], loss["policy"]
     log_ratio = log_probs - old
-    ratio, none, reports = log_ratio.exp(), torch.zeros_like(old), {"ppo_kl": -log_ratio.detach()}
+    ratio, zeros, reports = log_ratio.exp(), torch.zeros_like(old), {"ppo_kl": -log_ratio.detach()}
     if name in ("ppo", "vanilla", "gspo"):
         if name == "gspo" and len(old):
             ratio = (log_ratio.detach().mean() + log_probs - log_probs.detach()).exp()
-        plain, held = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
-        worst, reports["pg_clipfrac"] = torch.max(plain, held), (held > plain).double()
+        plain, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high)
+        worst, reports["pg_clipfrac"] = torch.max(plain, clipped), (clipped > plain).double()
         if name == "gspo":
             return worst, reports
         limit = -advantage * (math.inf if loss["dual_clip"] is None else loss["dual_clip"])
@@ -183,20 +185,20 @@ def policy_loss(
         weight = ratio.detach().clamp(1 - low, 1 + high)
         return -weight * advantage * log_probs, reports | {"pg_clipfrac": (weight != ratio).double()}
     if name in ("gmpo", "geo_mean"):
-        held, up = log_ratio.clamp(-low, high), advantage > 0
+        clipped, up = log_ratio.clamp(-low, high), advantage > 0
         pessimistic = torch.where(
-            up, torch.min(log_ratio, held), torch.where(advantage < 0, torch.max(log_ratio, held), 0.0)
+            up, torch.min(log_ratio, clipped), torch.where(advantage < 0, torch.max(log_ratio, clipped), 0.0)
         )
-        whole = -advantage.mean() * pessimistic.mean().exp() if len(old) else none.sum()
-        beyond = held != log_ratio
+        sequence_loss = -advantage.mean() * pessimistic.mean().exp() if len(old) else zeros.sum()
+        beyond = clipped != log_ratio
         reports["pg_clipfrac_lower"] = (beyond & (advantage < 0)).double()
-        return whole.expand(len(old)), reports | {"pg_clipfrac": (beyond & up).double()}
+        return sequence_loss.expand(len(old)), reports | {"pg_clipfrac": (beyond & up).double()}
     assert name == "gpg", name
-    return -advantage * log_probs, reports | {"pg_clipfrac": none}
+    return -advantage * log_probs, reports | {"pg_clipfrac": zeros}
 
 
 def importance_ratio(level: str, row: Row) -> Tensor:
-    """pi_train / pi_engine per token, per sequence, or its geometric mean, of each token."""
+    """Return pi_train / pi_engine for each token: of the token, of the sequence, or the geometric mean."""
     log_ratio = row.columns["old_log_probs"] - row.columns["rollout"]
     if level == "sequence":
         log_ratio = log_ratio.sum().expand(len(log_ratio))
@@ -206,23 +208,23 @@ def importance_ratio(level: str, row: Row) -> Tensor:
 
 
 def correction(settings: dict[str, Any], row: Row) -> Tensor:
-    """The ratio held at the bounds, or 0 beyond them."""
+    """Return the ratio, clamped to the bounds, or 0 outside them."""
     ratio = importance_ratio(settings["level"], row)
-    held = ratio.clamp(settings["lower"], settings["upper"])
-    return held if settings["beyond"] == "truncate" else torch.where(ratio == held, held, 0.0)
+    clamped = ratio.clamp(settings["lower"], settings["upper"])
+    return clamped if settings["beyond"] == "truncate" else torch.where(ratio == clamped, clamped, 0.0)
 
 
 def value_loss(clip: float | None, values: Tensor, row: Row) -> tuple[Tensor, dict[str, Tensor]]:
-    """1/2 (V - R)^2; with a clip the worse of it and of the same with V held near its old value."""
+    """Return 1/2 (V - R)^2 or, with a clip, its maximum with the same term for V clamped near its old value."""
     returns, old = row.columns["returns"], row.columns["values"]
     error = (values - returns) ** 2
-    held = error if clip is None else (torch.max(torch.min(values, old + clip), old - clip) - returns) ** 2
-    worst = torch.max(error, held)
-    return worst / 2, {"vf_clipfrac": (held > error).double(), "vpred_mean": values.detach()}
+    clipped = error if clip is None else (torch.max(torch.min(values, old + clip), old - clip) - returns) ** 2
+    worst = torch.max(error, clipped)
+    return worst / 2, {"vf_clipfrac": (clipped > error).double(), "vpred_mean": values.detach()}
 
 
 def token_weights(config: dict[str, Any], rows: Sequence[Row]) -> list[float]:
-    """What a token of each row counts in the loss of an update of these rows."""
+    """Return the weight of a token of each row in the loss of an update of these rows."""
     loss, horizon = config["algorithm"]["loss"], config["rollout"]["max_response_tokens"]
     tokens = max(sum(row.num_written for row in rows), 1)
     whole = max(sum(row.num_written > 0 for row in rows), 1)
@@ -239,7 +241,7 @@ def token_weights(config: dict[str, Any], rows: Sequence[Row]) -> list[float]:
 
 
 def correction_figures(settings: dict[str, Any], rows: Sequence[Row]) -> dict[str, float]:
-    """Of all tokens: the mean weight, (sum w)^2 / (N sum w^2), and how many ratios are beyond each bound."""
+    """Return the mean weight, (sum w)^2 / (N sum w^2), and the share of ratios outside each bound, over all tokens."""
     weights = torch.cat([correction(settings, row) for row in rows])
     ratios = torch.cat([importance_ratio(settings["level"], row) for row in rows])
     squares = float((weights**2).sum())
@@ -252,7 +254,7 @@ def correction_figures(settings: dict[str, Any], rows: Sequence[Row]) -> dict[st
 
 
 def mismatch(rows: Sequence[Row]) -> dict[str, float]:
-    """How far the engine is from the trainer: means over tokens, and over rows that have any."""
+    """Return how far the engine is from the trainer: means over tokens, and over rows that have tokens."""
     whole = [row.columns["old_log_probs"] - row.columns["rollout"] for row in rows if row.num_written]
     x = torch.cat(whole)
     ours, theirs = (
@@ -269,7 +271,7 @@ def mismatch(rows: Sequence[Row]) -> dict[str, float]:
         "log_ppl_diff": theirs - ours,
         "log_ppl_abs_diff": (theirs - ours).abs(),
         "ppl_ratio": (theirs - ours).exp(),
-        "chi2_seq": torch.stack([(2 * each.sum()).exp() - 1 for each in whole]),
+        "chi2_seq": torch.stack([(2 * log_ratio.sum()).exp() - 1 for log_ratio in whole]),
     }
-    found = {f"mismatch/{name}": float(values.mean()) for name, values in means.items()}
-    return found | {"mismatch/log_prob_abs_diff_max": float(x.abs().max())}
+    metrics = {f"mismatch/{name}": float(values.mean()) for name, values in means.items()}
+    return metrics | {"mismatch/log_prob_abs_diff_max": float(x.abs().max())}

@@ -1,4 +1,4 @@
-"""What the directory of a run says once it has ended."""
+"""Read the history of a finished run from its directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def history(run: Path) -> dict[str, Any]:
-    """What a run's directory says: its figures by step, the steps that were saved, and which is the best."""
+    """Return the metrics of each step, the saved steps, and the best checkpoint."""
     best = run / "checkpoints" / "best"
     return {
         "metrics": [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()],

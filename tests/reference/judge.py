@@ -1,7 +1,7 @@
-"""Whether a recorded run did what its configuration says, judged from the recording alone.
+"""Check from a recording that a run followed its configuration.
 
-Written from the documented rules (docs/concepts.md, docs/architecture.md) with nothing of mrl: which prompt comes next,
-which seed a sample has, what its text is and what that is worth, and what validation makes of its samples.
+The rules come from the documentation (docs/concepts.md, docs/architecture.md), without code of mrl: order of prompts,
+seeds of samples, their texts and scores, and the validation metrics of the samples.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _MASK = (1 << 64) - 1
 
 
 class Judge:
-    """Of runs on `toy:addition`, whose only reward function is `tests.reference.rewards:likes_ones`."""
+    """Checks runs on `toy:addition` whose only reward function is `tests.reference.rewards:likes_ones`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.tokenizer = AutoTokenizer.from_pretrained(config["model"]["path"])
         generation = Path(config["model"]["path"], "generation_config.json")
-        also = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
-        self.ends = sorted({self.tokenizer.eos_token_id, *([] if also is None else [also])})
+        other_end = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+        self.ends = sorted({self.tokenizer.eos_token_id, *([] if other_end is None else [other_end])})
         self.train, self.validation = (_problems(config["data"][part]) for part in ("train", "validation"))
 
     def judge(self, recorded: Mapping[str, Any]) -> None:
-        """Every sample of every step and validation; an AssertionError says what is wrong."""
+        """Check each sample of each step and validation. Raise an AssertionError for a deviation."""
         order, remax = self._order(), self.config["algorithm"]["advantage"] == "remax"
         for step in recorded["steps"]:
             kinds = [call["kind"] for call in step["calls"]]
             num_rounds = kinds.count("training")
-            assert kinds == ["training", "greedy"][: 1 + remax] * num_rounds, f"generated were {kinds}"
+            assert kinds == ["training", "greedy"][: 1 + remax] * num_rounds, f"kinds of generation: {kinds}"
             for call in step["calls"]:
                 if call["kind"] == "training":
                     uids = [next(order) for _ in range(self.config["batch"]["prompts_per_step"])]
@@ -54,20 +54,26 @@ class Judge:
         self.judge_history(recorded)
 
     def judge_call(self, call: Call, problems: Mapping[int, Any], uids: list[str], num_samples: int, step: int) -> None:
-        """What was asked for and what came back."""
-        asked = call["requests"]
-        assert [each["uid"] for each in asked] == [uid for uid in uids for _ in range(num_samples)], "other prompts"
+        """Check the requests and the returned rows."""
+        requests = call["requests"]
+        assert [request["uid"] for request in requests] == [uid for uid in uids for _ in range(num_samples)], (
+            "the prompts differ"
+        )
         assert call["sampling"] == self._sampling(call["kind"]), f"{call['kind']} samples at {call['sampling']}"
         number: Counter[str] = Counter()
-        for each in asked:
-            identity = json.dumps([self.config["training"]["seed"], step, each["uid"], number[each["uid"]]]).encode()
-            number[each["uid"]] += 1
+        for request in requests:
+            identity = json.dumps(
+                [self.config["training"]["seed"], step, request["uid"], number[request["uid"]]]
+            ).encode()
+            number[request["uid"]] += 1
             seed = int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "big") >> 1
-            assert each["seed"] == seed, f"sample {number[each['uid']]} of {each['uid']} has another seed"
-            assert each["prompt"] == self._prompt(problems, each["uid"])[1], f"other token ids for {each['uid']}"
-            assert each["max_tokens"] == self.config["rollout"]["max_response_tokens"]
-        assert len({each["seed"] for each in asked}) == len(asked), "two samples have one seed"
-        of_key = {int(each["key"]): each for each in asked}
+            assert request["seed"] == seed, f"sample {number[request['uid']]} of {request['uid']} has another seed"
+            assert request["prompt"] == self._prompt(problems, request["uid"])[1], (
+                f"the token ids differ for {request['uid']}"
+            )
+            assert request["max_tokens"] == self.config["rollout"]["max_response_tokens"]
+        assert len({request["seed"] for request in requests}) == len(requests), "two samples have the same seed"
+        of_key = {int(request["key"]): request for request in requests}
         ids = [row["row_id"] for row in call["rows"]]
         assert ids == [key for key in of_key if key in set(ids)], "rows are not in the order of the requests"
         for row in call["rows"]:
@@ -76,55 +82,64 @@ class Judge:
             self.judge_row(row, self._prompt(problems, row["uid"]))
 
     def judge_row(self, row: Mapping[str, Any], prompt: tuple[str, list[int], str]) -> None:
-        """The text of a row, and its score."""
+        """Check the text and the score of a row."""
         response = row["responses"]
         ends = response[-1] in self.ends
         text = self.tokenizer.decode(response[:-1] if ends else response)
         name = f"row {row['row_id']} ({row['uid']})"
-        assert row["response_text"] == text, f"{name} reads {row['response_text']!r}, but its tokens say {text!r}"
+        assert row["response_text"] == text, (
+            f"{name} has text {row['response_text']!r}, but its tokens decode to {text!r}"
+        )
         assert (row["prompt_text"], row["ground_truth"]) == (prompt[0], prompt[2]), f"{name} is another row of the data"
         assert row["truncated"] == [not ends], f"{name}: truncated is {row['truncated']}"
-        assert ends or len(response) == self.config["rollout"]["max_response_tokens"], f"{name} ends without an end"
+        assert ends or len(response) == self.config["rollout"]["max_response_tokens"], (
+            f"{name} is shorter than the limit and has no end token"
+        )
         score = score_of(text, prompt[2])
-        assert row["scores"] == [pytest.approx(score, abs=1e-12)], f"{name} has {row['scores']}, its text earns {score}"
+        assert row["scores"] == [pytest.approx(score, abs=1e-12)], f"{name} has {row['scores']}, expected {score}"
         assert len(row["rollout_log_probs"]) == len(response)
 
     def judge_validation(self, validation: Mapping[str, Any]) -> None:
-        """Every validation prompt once, and the figures that its samples give."""
+        """Check that each validation prompt occurs once, and the metrics of its samples."""
         uids = [f"sums/0/{row}" for row in range(len(self.validation))]
         settings, seen = self.config["validation"], []
         for call in validation["calls"]:
             assert call["kind"] == "validation"
-            of_call = list(dict.fromkeys(each["uid"] for each in call["requests"]))
+            of_call = list(dict.fromkeys(request["uid"] for request in call["requests"]))
             seen += of_call
             self.judge_call(call, self.validation, of_call, settings["samples_per_prompt"], step=0)
-        assert seen == uids, "other validation prompts"
+        assert seen == uids, "the validation prompts differ"
         rows = [row for call in validation["calls"] for row in call["rows"]]
         expected = validation_figures(rows, settings["samples_per_prompt"], settings["solved_at"])
         figures = dict(validation["figures"])
-        apart = figures.pop("val/teacher_kl", None)
-        said = {name for name in figures if "/model/mean@" in name or "/solved/best@" in name}
-        assert bool(said) == (self.config["reward_model"] is not None)
-        by_rule = {name: value for name, value in figures.items() if name not in said}
+        teacher_kl = figures.pop("val/teacher_kl", None)
+        by_model = {name for name in figures if "/model/mean@" in name or "/solved/best@" in name}
+        assert bool(by_model) == (self.config["reward_model"] is not None)
+        by_rule = {name: value for name, value in figures.items() if name not in by_model}
         assert by_rule == pytest.approx(expected, abs=1e-12)
-        assert (apart is None) == (self.config.get("teacher") is None)
-        if apart is not None and validation["after"] == 0:  # later the policy is another
-            by = Reference(dict(self.config))
-            whole = [by.log_probs(by.actor, row)[0] - by.log_probs(by.teacher, row)[0] for row in map(row_of, rows)]
-            assert apart == pytest.approx(float(torch.cat(whole).mean()), abs=1e-5)
+        assert (teacher_kl is None) == (self.config.get("teacher") is None)
+        if teacher_kl is not None and validation["after"] == 0:  # the policy changes after step 0
+            reference = Reference(dict(self.config))
+            whole = [
+                reference.log_probs(reference.actor, row)[0] - reference.log_probs(reference.teacher, row)[0]
+                for row in map(row_of, rows)
+            ]
+            assert teacher_kl == pytest.approx(float(torch.cat(whole).mean()), abs=1e-5)
 
     def judge_history(self, recorded: Mapping[str, Any]) -> None:
-        """When there was a validation, where its figures stand, and which step is called the best."""
+        """Check when validation ran, which steps have its metrics, and which step is the best."""
         settings, steps = self.config["validation"], self.config["training"]["steps"]
         every = settings["every"]
         due = [step for step in range(1, steps + 1) if every and (step % every == 0 or step == steps)]
         first = [0] if every and settings["first"] else []
-        assert [each["after"] for each in recorded["validations"]] == first + due, "validated at other steps"
-        by_step = {each["after"]: each["figures"] for each in recorded["validations"]}
+        assert [validation["after"] for validation in recorded["validations"]] == first + due, (
+            "validation ran after other steps"
+        )
+        by_step = {validation["after"]: validation["figures"] for validation in recorded["validations"]}
         for line in recorded["metrics"]:
             figures = {name: value for name, value in line.items() if name.startswith("val/")}
             assert figures == by_step.get(line["step"], {}), (
-                f"step {line['step']} has the figures of another validation"
+                f"step {line['step']} has the metrics of another validation"
             )
         assert [line["step"] for line in recorded["metrics"]] == [*first, *range(1, steps + 1)]
         name = f"val/score/mean@{settings['samples_per_prompt']}"
@@ -144,13 +159,13 @@ class Judge:
         }[kind]
 
     def _prompt(self, problems: Mapping[int, Any], uid: str) -> tuple[str, list[int], str]:
-        """Text, token ids and right answer of the row that a uid names."""
+        """Return text, token ids and right answer of the row with this uid."""
         first, second = problems[int(uid.rsplit("/", 1)[1])]
         text = f"<|user|>{first}+{second}=<|end|><|assistant|>"
         return text, self.tokenizer(text, add_special_tokens=False)["input_ids"], str(first + second)
 
     def _order(self) -> Iterator[str]:
-        """The uids of the prompts, in the order in which they are drawn."""
+        """Yield the uids of the prompts in the order of their use."""
         epoch, size, seed = 0, len(self.train), self.config["data"]["seed"]
         while True:
             keys = {row: _split_mix(f"{seed}/sums/{epoch}", row) for row in range(size)}
@@ -160,8 +175,8 @@ class Judge:
 
 
 def validation_figures(rows: Sequence[Mapping[str, Any]], k: int, solved_at: float) -> dict[str, float]:
-    """Of each source and of all: mean@k, and with several samples pass@k and maj@k."""
-    found: dict[str, float] = {}
+    """Return mean@k and, with several samples, pass@k and maj@k, for each source and in total."""
+    metrics: dict[str, float] = {}
     sources = {f"val/{row['data_source']}" for row in rows} | {"val"}
     for prefix in sources:
         of_prompt: dict[str, list[tuple[str, float]]] = defaultdict(list)
@@ -169,37 +184,39 @@ def validation_figures(rows: Sequence[Mapping[str, Any]], k: int, solved_at: flo
             if prefix in ("val", f"val/{row['data_source']}"):
                 of_prompt[row["uid"]].append((row["response_text"], row["scores"][0]))
         scores = [[score for _, score in answers] for answers in of_prompt.values()]
-        found[f"{prefix}/prompts"] = len(scores)
-        found[f"{prefix}/score/mean@{k}"] = float(np.mean([sum(each) / len(each) for each in scores]))
-        solved = [[score >= solved_at for score in each] for each in scores]
-        found[f"{prefix}/solved/mean@{k}"] = float(np.mean([sum(each) / len(each) for each in solved]))
+        metrics[f"{prefix}/prompts"] = len(scores)
+        metrics[f"{prefix}/score/mean@{k}"] = float(np.mean([sum(values) / len(values) for values in scores]))
+        solved = [[score >= solved_at for score in values] for values in scores]
+        metrics[f"{prefix}/solved/mean@{k}"] = float(np.mean([sum(values) / len(values) for values in solved]))
         if k == 1:
             continue
-        found[f"{prefix}/solved/pass@{k}"] = float(np.mean([any(each) for each in solved]))
+        metrics[f"{prefix}/solved/pass@{k}"] = float(np.mean([any(values) for values in solved]))
         votes = []
         for answers in of_prompt.values():
-            count = Counter(text for text, _ in answers if text)  # the text is the answer, and none is no answer
-            winner = max(count, default="", key=lambda text: (count[text], -[each for each, _ in answers].index(text)))
+            count = Counter(text for text, _ in answers if text)  # the text is the answer; an empty text is no answer
+            winner = max(
+                count, default="", key=lambda text: (count[text], -[answer for answer, _ in answers].index(text))
+            )
             votes.append(bool(winner) and dict(reversed(answers))[winner] >= solved_at)
-        found[f"{prefix}/solved/maj@{k}"] = float(np.mean(votes))
-    return found
+        metrics[f"{prefix}/solved/maj@{k}"] = float(np.mean(votes))
+    return metrics
 
 
 def _problems(sources: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
-    """Row -> the two numbers; a problem belongs to validation where its hash says so."""
+    """Return the two numbers of each row. A problem's hash decides whether it belongs to validation."""
     (source,) = sources.values()
     options = source["options"]
-    count, wanted = options["largest"] - 9, options["part"] == "validation"
+    count, is_validation = options["largest"] - 9, options["part"] == "validation"
     of_part = [
         problem
         for problem in range(count * count)
-        if (hashlib.blake2b(f"addition {problem}".encode()).digest()[0] % 10 == 0) is wanted
+        if (hashlib.blake2b(f"addition {problem}".encode()).digest()[0] % 10 == 0) is is_validation
     ]
     return {row: (10 + problem // count, 10 + problem % count) for row, problem in enumerate(of_part)}
 
 
 def _split_mix(key: str, row: int) -> int:
-    """SplitMix64 of the row, seeded by the key's hash."""
+    """Return SplitMix64 of the row, seeded by the key's hash."""
     state = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     z = ((row + 1) * 0x9E3779B97F4A7C15 + state) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -1,7 +1,7 @@
-"""A run in one process per data-parallel rank: mrl's own trainer, workers and Megatron; no Ray, a scripted engine.
+"""A run in one process per data-parallel rank: mrl's trainer, workers and Megatron, a scripted engine, and no Ray.
 
-Every rank does the driver's work, on the same numbers; a group gives each rank's worker its shard and gathers what all
-of them answer. So the whole loop runs in a second or two, and its recording can be held against the reference.
+Each rank does the driver's work on the same numbers. A group gives each rank's worker its shard and gathers the results
+of all ranks. The whole loop takes one or two seconds, and its recording is compared with the reference.
 """
 
 from __future__ import annotations
@@ -73,28 +73,28 @@ class _Answered:
 
 
 class LocalGroup(RayWorkerGroup):
-    """A worker on each rank of this world instead of Ray's processes; columns are checked as Ray's group does it."""
+    """A worker on each rank of this world instead of Ray's processes. Columns are checked like in Ray's group."""
 
     def __init__(self, role: str, worker: Worker, mesh: Mesh) -> None:
         self.role, self.mesh, self._worker = role, mesh, worker
         self._methods = registered_methods(type(worker))
 
     def submit(self, spec: MethodSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call this rank's worker, and gather what all ranks answer."""
+        """Call this rank's worker and gather the results of all ranks."""
         if spec.dispatch is Dispatch.DATA_PARALLEL:
             shards = self._shards(spec, args)
-            mine = shards[self._worker.rank]
-            answers = self._gathered(getattr(self._worker, spec.name)(mine, *args[1:], **kwargs))
+            shard = shards[self._worker.rank]
+            answers = self._gathered(getattr(self._worker, spec.name)(shard, *args[1:], **kwargs))
             if spec.writes:
                 written = [sorted(answer.columns()) for answer in answers]
                 assert written == [sorted(spec.writes)] * len(shards), f"{spec.name} wrote {written}"
             return _Answered(_join_shards(answers) if spec.writes else answers)
-        agreed: list[Any] = [args, kwargs]
-        dist.broadcast_object_list(agreed)  # paths are rank 0's
-        return _Answered(self._gathered(getattr(self._worker, spec.name)(*agreed[0], **agreed[1])))
+        arguments: list[Any] = [args, kwargs]
+        dist.broadcast_object_list(arguments)  # all ranks use the paths of rank 0
+        return _Answered(self._gathered(getattr(self._worker, spec.name)(*arguments[0], **arguments[1])))
 
     def shutdown(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: no process was started."""
 
     def _gathered(self, answer: Any) -> list[Any]:
         answers: list[Any] = [None] * self.mesh.world_size
@@ -103,7 +103,7 @@ class LocalGroup(RayWorkerGroup):
 
 
 class ScriptedEngine:
-    """In the place of the hybrid engine: what a sample says follows from its seed, or from its prompt if greedy."""
+    """Replaces the hybrid engine. A sample's text follows from its seed, or from its prompt if greedy."""
 
     def __init__(self, config: Config, stop_token: Any, groups: Mapping[str, RayWorkerGroup]) -> None:
         self._groups = list(groups.values())
@@ -126,7 +126,7 @@ class ScriptedEngine:
         self.is_awake = False
 
     def pause(self) -> None:
-        """A reward model scores when it is called for, and no other model is there."""
+        """Load the reward models, which score while no other model is on the device."""
         assert self.is_awake, "scores outside of rollout_mode"
         for group in self._scoring:
             group.onload(*PARTS)
@@ -138,32 +138,32 @@ class ScriptedEngine:
         return {"sync/version": self.version}
 
     def probe(self, request: GenerationRequest, sampling: Sampling, *, everyone: bool) -> dict[int, Generated]:
-        raise AssertionError("sync.probe_every is 0: there are no weights that could be compared")
+        raise AssertionError("sync.probe_every is 0: the engine has no weights to compare")
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, follow_ups: None = None
     ) -> Iterator[Generated]:
-        """The last one is finished first."""
+        """Yield the samples, the last request first."""
         assert self.is_awake, "generation outside of rollout_mode"
         for group in self._scoring:
             group.offload(*PARTS)
         for request in reversed(requests):
             of_prompt = hashlib.blake2b(request.prompt.encode(), digest_size=4).digest()
             seed = int.from_bytes(of_prompt, "big") if sampling.top_k == 1 else request.seed
-            chance = np.random.default_rng(seed)
-            length = int(chance.integers(1, request.max_tokens + 2))
+            rng = np.random.default_rng(seed)
+            length = int(rng.integers(1, request.max_tokens + 2))
             stops = length <= request.max_tokens
-            text = bytes(chance.choice(self._symbols, min(length, request.max_tokens))).decode()
+            text = bytes(rng.choice(self._symbols, min(length, request.max_tokens))).decode()
             ids = np.array(self._encode([text], add_special_tokens=False)["input_ids"][0], dtype=np.int32)
             if stops:
                 ids[-1] = self._stop_token
-            log_probs = (-self._vocab_log + chance.normal(0, 0.3, len(ids))).astype(np.float32)
+            log_probs = (-self._vocab_log + rng.normal(0, 0.3, len(ids))).astype(np.float32)
             yield Generated(request.key, ids, log_probs, "stop" if stops else "length", self.version)
 
 
 @dataclass
 class InstantRewards:
-    """In the place of the reward manager; an outcome is ready at once."""
+    """Replaces the reward manager. Each outcome is ready immediately."""
 
     failures: bool
     waiting: dict[int, Outcome] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class InstantRewards:
 def local_team(
     case: LocalCase, groups: ParallelGroups, config: Config, events: EventLog, clock: StepTimer
 ) -> Iterator[Components]:
-    """What `build_components` makes, without Ray."""
+    """Build the components of `build_components` without Ray."""
     mesh, rank = groups.mesh, groups.at.rank
 
     turns = DeviceTurns(config)
@@ -198,7 +198,7 @@ def local_team(
         if role == "actor":
             worker = _Actor(place, setup, config.algorithm, config.rollout.temperature, horizon)
         elif role == "teacher":
-            assert config.algorithm.distillation is not None, "a teacher teaches"
+            assert config.algorithm.distillation is not None, "a teacher needs algorithm.distillation"
             worker = _Teacher(place, setup, config.algorithm.distillation.top_k, config.rollout.temperature)
         elif role == "critic":
             worker = _Critic(place, setup, config.algorithm, horizon)
@@ -236,7 +236,7 @@ def local_team(
 
 
 def _with_holes(scored: ScoredBatch) -> ScoredBatch:
-    """Some tokens are an environment's: in the middle, at the end, and in one row of seven all of them."""
+    """Mark some tokens as an environment's: in the middle, at the end, and all tokens of every seventh row."""
     lengths = scored.batch.lengths("responses")
     masks = []
     for row_id, length in zip(scored.batch.row_ids.tolist(), lengths.tolist(), strict=True):
@@ -249,7 +249,7 @@ def _with_holes(scored: ScoredBatch) -> ScoredBatch:
 
 class _InThisWorld:
     def init_process_group(self, backend: str, timeout_s: float) -> None:
-        """There is one."""
+        """Do nothing: the process group exists."""
 
 
 class _Actor(_InThisWorld, ActorRolloutRefWorker):
@@ -269,7 +269,7 @@ class _RewardModel(_InThisWorld, RewardModelWorker):
 
 
 def record(cases: Sequence[LocalCase], directory: str) -> list[str]:
-    """The recordings of these cases as JSON; called on every rank."""
+    """Return the recordings of these cases as JSON. Called on each rank."""
     torch.set_num_threads(1)
     with model_parallel(ParallelConfig(), SEED_OF_MODELS) as groups:
         return [json.dumps(_record(case, Path(directory), groups)) for case in cases]
@@ -287,7 +287,7 @@ def _record(case: LocalCase, directory: Path, groups: ParallelGroups) -> dict[st
             "mrl.trainer.ppo.build_components",
             lambda config, path, events, clock: local_team(case, groups, config, events, clock),
         ),
-        patch("mrl.trainer.ppo.store", lambda batch: batch),  # there is no object store
+        patch("mrl.trainer.ppo.store", lambda batch: batch),  # without Ray there is no object store
     ):
         recorded = _part(case, resolved, directory, groups, case.stop_after)
         if case.stop_after is not None:

@@ -1,4 +1,4 @@
-"""Which runs are held against the reference: every pair of options occurs together in one of them."""
+"""The runs to compare with the reference. Each pair of options occurs together in one run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LocalCase:
-    """A configuration, and what else the run goes through."""
+    """A configuration and further properties of its run."""
 
     name: str
     options: dict[str, Any]
-    """The levels of the factors below."""
+    """Level of each factor below."""
     values: dict[str, Any]
     mask: bool = False
-    """Whether some response tokens count as not written by the model."""
+    """Whether some response tokens are marked as not written by the model."""
     failures: bool = False
     """Whether some samples get no score."""
     stop_after: int | None = None
-    """The step after which the run saves, ends, and goes on in a new trainer."""
+    """Step after which the run saves, ends, and continues in a new trainer."""
 
 
 COMMON: dict[str, tuple[Any, ...]] = {
     "kl": ("none", "reward", "loss", "both", "reward adaptive", "both adaptive"),
     "in_reward": ("k1", "k2", "k3", "abs"),
-    # Not abs: where the policy is its reference, as in every first update, its gradient is a rounding error's sign.
+    # Not abs: if the policy equals its reference, as in each first update, its gradient is a rounding error's sign.
     "in_loss": ("k3", "k1", "k2", "k1+", "k3+", "abs+"),
     "aggregation": ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg"),
@@ -45,7 +45,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "sampling": ("plain", "overlong", "dynamic", "failures"),
     "mask": (False, True),
     "reward_model": (None, 0.5),
-    # Of an estimate, what is learned from; of a divergence, its beta.
+    # For an estimate, the estimator; for a divergence, its beta.
     "distillation": (None, ("advantage", 0), ("top_k", 0.0), ("full", 0.3), ("sampled", "k3"), ("full", 1.0)),
     "resume": (False, True),
 }
@@ -73,9 +73,9 @@ PROMPTS, SAMPLES, MAX_LENGTH = 4, 3, 8
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Few combinations of which each pair of levels of any two factors is part of one; always the same ones.
+    """Return few combinations that together contain each pair of levels of any two factors; deterministic.
 
-    Each begins with a pair that is still missing, and takes for every other factor the level that adds most.
+    Each combination starts with a missing pair and takes, for each other factor, the level that adds most pairs.
     """
     names = list(factors)
     missing = {
@@ -84,29 +84,29 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         for i in range(len(factors[a]))
         for j in range(len(factors[b]))
     }
-    found: list[dict[str, Any]] = []
+    combinations: list[dict[str, Any]] = []
     while missing:
         chosen = dict(min(missing, key=lambda pair: [(names.index(name), level) for name, level in pair]))
         for name in names:
             if name not in chosen:
                 new = [_num_new(missing, names, chosen, name, level) for level in range(len(factors[name]))]
-                # Of equals another one in each combination, so that what is not counted varies as well.
+                # Ties: take another level in each combination, so that uncounted properties vary too.
                 best = [level for level, count in enumerate(new) if count == max(new)]
-                chosen[name] = best[len(found) % len(best)]
+                chosen[name] = best[len(combinations) % len(best)]
         missing -= set(itertools.combinations([(name, chosen[name]) for name in names], 2))
-        found.append({name: factors[name][chosen[name]] for name in names})
-    return found
+        combinations.append({name: factors[name][chosen[name]] for name in names})
+    return combinations
 
 
 def _num_new(missing: set[Any], names: list[str], chosen: dict[str, int], name: str, level: int) -> int:
     pairs = (
-        sorted([(other, at), (name, level)], key=lambda each: names.index(each[0])) for other, at in chosen.items()
+        sorted([(other, at), (name, level)], key=lambda factor: names.index(factor[0])) for other, at in chosen.items()
     )
     return sum(tuple(pair) in missing for pair in pairs)
 
 
 def make_case(name: str, options: Options, models: Path, num_ranks: int) -> LocalCase:
-    """The configuration of a combination; an option that needs another is left out where that one is not there."""
+    """Return the configuration of a combination. Leave out an option if the option that it needs is missing."""
     is_gae, resume = options["advantage"] == "gae", options["resume"] and num_ranks == 1
     number, num_updates = int(name.split("-")[1]), int(options["updates"][0])
     where, *adaptive = options["kl"].split()
@@ -194,9 +194,10 @@ def _correction(options: tuple[str, str] | None) -> dict[str, Any] | None:
 
 
 def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
-    """Name of each part -> its ranks and cases. Quick parts are few cases that have every level of every factor."""
-    combinations = [("values", each) for each in pairwise(VALUES)] + [("groups", each) for each in pairwise(GROUPS)]
-    found: dict[str, tuple[int, list[LocalCase]]] = {}
+    """Return ranks and cases of each part by name. Quick parts are few cases with each level of each factor."""
+    combinations = [("values", options) for options in pairwise(VALUES)]
+    combinations += [("groups", options) for options in pairwise(GROUPS)]
+    parts: dict[str, tuple[int, list[LocalCase]]] = {}
     for ranks in (1, 2):
         cases = [
             make_case(f"{kind}-{number}", options, models, ranks)
@@ -204,14 +205,14 @@ def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
             if number % 2 + 1 == ranks
         ]
         quick = every_level(cases)
-        found[f"{ranks}-quick"] = ranks, quick
+        parts[f"{ranks}-quick"] = ranks, quick
         rest = [case for case in cases if case not in quick]
-        found |= {f"{ranks}-{number}": (ranks, rest[number::2]) for number in range(2)}
-    return found
+        parts |= {f"{ranks}-{number}": (ranks, rest[number::2]) for number in range(2)}
+    return parts
 
 
 def every_level(cases: Sequence[LocalCase]) -> list[LocalCase]:
-    """Few of these cases, in which each level is that any of them has; always the one that adds most."""
+    """Return few of these cases that together have all levels, chosen greedily by the number of new levels."""
     chosen: list[LocalCase] = []
     missing = set().union(*(_levels(case) for case in cases))
     while missing:
@@ -221,10 +222,12 @@ def every_level(cases: Sequence[LocalCase]) -> list[LocalCase]:
 
 
 def _levels(case: LocalCase) -> set[tuple[str, str]]:
-    """The levels of a case, and those that show nothing but together."""
+    """Return the levels of a case, and the combinations that only have an effect together."""
     options = case.options
     levels = {(name, str(level)) for name, level in options.items()}
-    if options["sampling"] == "dynamic" and not options["reward_model"]:  # with one no two samples score the same
+    if (
+        options["sampling"] == "dynamic" and not options["reward_model"]
+    ):  # with a reward model no two samples have the same score
         levels.add(("together", "prompts are dropped"))
     if options.get("value_clip") == 0.05 and options["updates"] != "1 update":
         levels.add(("together", "values are clipped"))
@@ -232,7 +235,7 @@ def _levels(case: LocalCase) -> set[tuple[str, str]]:
 
 
 def record(cases: Sequence[LocalCase], directory: str) -> list[str]:
-    """The recordings of these cases as JSON; for every rank of a world of its own."""
-    from tests.reference import local_run  # Megatron is for the ranks, which alone run this
+    """Return the recordings of these cases as JSON. Called on each rank of a separate world."""
+    from tests.reference import local_run  # imports Megatron, which only the ranks need
 
     return local_run.record(cases, directory)

@@ -1,4 +1,4 @@
-"""Models that are as small as they may be: a policy, a critic, a reward model and a teacher, of the same tokens."""
+"""The smallest possible models with one vocabulary: a policy, a critic, a reward model and a teacher."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from mrl.demo.model import save_toy_tokenizer
 
 MODELS = (("policy", None), ("critic", 1), ("scorer", 1), ("teacher", None))
-"""Each with its number of labels."""
+"""Name and number of labels of each model."""
 
 
 def make_models(directory: Path) -> None:
-    """Write `policy`, `critic`, `scorer` and `teacher`; norms are random too, so that a mix-up shows.
+    """Write `policy`, `critic`, `scorer` and `teacher`. Norms are random too, so that swapped weights are noticed.
 
-    None has a padding token: transformers would begin it at 0 and never train it, though engines may sample it.
+    No model has a padding token: transformers would initialize it to 0 and never train it, but engines may sample it.
     """
     for number, (name, num_labels) in enumerate(MODELS):
         config = Qwen3Config(
@@ -26,7 +26,7 @@ def make_models(directory: Path) -> None:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=32,  # the least that vLLM has on a CPU
+            head_dim=32,  # the smallest size that vLLM supports on a CPU
             max_position_embeddings=64,
             tie_word_embeddings=False,
             initializer_range=0.1,

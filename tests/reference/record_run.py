@@ -1,6 +1,6 @@
-"""`python -m tests.reference.record_run CONFIG FILE`: a whole run with Ray and vLLM, written down to a file.
+"""Record a whole run with Ray and vLLM to a file: `python -m tests.reference.record_run CONFIG FILE`.
 
-What `mrl train` does, with somebody who listens.
+Does the same as `mrl train`, plus a recorder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.reference.recording import Recorder
 
 
 def main(config: str, file: str) -> None:
-    """Run it to its end."""
+    """Run to the end and write the recording."""
     resolved = load_config(config)
     with open_run(resolved, Console(resolved.config.training.steps)) as run:
         trainer = RayPPOTrainer(run)

@@ -1,4 +1,4 @@
-"""A run written down as it runs: what was asked of the engines and what came back, every column, update and weight."""
+"""Record a run: requests to the engines and their results, columns, updates and weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = ("uid", "data_source", "prompt_text", "response_text", "ground_truth")
 
 
 class Recorder:
-    """Listens to a trainer whose workers stand; everything that it writes down is plain JSON."""
+    """Records a trainer whose workers have started. The recording is plain JSON."""
 
     def __init__(self, trainer: RayPPOTrainer, weights: Path) -> None:
         self._trainer, self._weights = trainer, weights
@@ -46,7 +46,7 @@ class Recorder:
                 self._listen(name, role)
 
     def recorded(self) -> dict[str, Any]:
-        """All that was heard."""
+        """Return the recording."""
         return {"steps": self._steps, "validations": self._validations}
 
     @staticmethod
@@ -76,12 +76,12 @@ class Recorder:
         sampling: Sampling,
         follow_ups: None,
     ) -> Iterator[Generated]:
-        asked = [
+        recorded = [
             {"key": r.key, "uid": r.prompt, "prompt": r.prompt_ids.tolist(), "seed": r.seed, "max_tokens": r.max_tokens}
             for r in requests
         ]
-        how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        self._asked = {"requests": asked, "sampling": how | {"stop": list(sampling.stop_token_ids)}}
+        sampling_values = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        self._asked = {"requests": recorded, "sampling": sampling_values | {"stop": list(sampling.stop_token_ids)}}
         return original(requests, sampling, follow_ups)
 
     def _on_run(
@@ -112,7 +112,7 @@ class Recorder:
             source = local_files(self._trainer.config.model_of(name)[1])
             head: Head = "score" if name == "critic" else "lm"
             if not dist.is_initialized() or dist.get_rank() == 0:
-                assert source is not None, "a recorded run has its models here"
+                assert source is not None, "the models of a recorded run must be local"
                 export_checkpoint(saved, source, head, torch.float32, Path(self._now["weights"][name]))
         self._steps.append(self._now)
         self._now = before
@@ -144,14 +144,14 @@ def _rows(batch: DataProto) -> list[dict[str, Any]]:
 
 
 def _columns(written: DataProto) -> dict[str, dict[int, list[float]]]:
-    here = written
+    local = written
     if any(isinstance(column, RemoteColumn) for column in written.columns().values()):
-        here = fetch(written, FETCH_S)
-    return {name: _values(here, name) for name in here.columns()}
+        local = fetch(written, FETCH_S)
+    return {name: _values(local, name) for name in local.columns()}
 
 
 def _values(batch: DataProto, name: str) -> dict[int, list[Any]]:
-    """Row id -> the row's values."""
+    """Return the values of each row by row id."""
     column = batch.columns()[name]
     ids = batch.row_ids.tolist()
     if isinstance(column, Jagged):

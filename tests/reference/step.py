@@ -1,6 +1,6 @@
-"""A whole training step, in plain torch with transformers' models: what mrl's workers, engines and layouts must equal.
+"""A whole training step in plain torch with transformers' models. mrl's workers, engines and layouts must equal it.
 
-In: plain configuration, models, what the engines sampled. Out: columns, losses, norms, rates, weights and figures.
+Inputs: configuration, models, sampled rows. Outputs: columns, losses, norms, learning rates, weights and metrics.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from tests.reference import formulas
 from tests.reference.formulas import Row
 
 Loss = Callable[[list[Row]], tuple[Tensor, dict[str, float]]]
-Round = dict[str, Any]  # `sampled` and, for ReMax, `greedy`: rows that got a score; `figures` of the rewards
+Round = dict[str, Any]  # `sampled` and, for ReMax, `greedy`: rows with a score; `figures`: metrics of the rewards
 
 
 class Adam:
-    """AdamW with a clipped gradient norm and a schedule; vectors (norms, biases) do not decay."""
+    """AdamW with a clipped gradient norm and a schedule. Vectors (norms, biases) have no weight decay."""
 
     def __init__(self, model: Any, settings: dict[str, Any]) -> None:
-        own = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.01, "clip_grad": 1.0}
-        self.own, self.schedule = own | settings["optimizer"], settings["schedule"]
+        defaults = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8, "weight_decay": 0.01, "clip_grad": 1.0}
+        self.own, self.schedule = defaults | settings["optimizer"], settings["schedule"]
         self.parameters = list(model.parameters())
-        self.moments = [(torch.zeros_like(each), torch.zeros_like(each)) for each in self.parameters]
+        self.moments = [(torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in self.parameters]
         self.num_updates = 0
 
     @property
     def learning_rate(self) -> float:
-        """What the next update uses: up in a straight line from 0, then down to a share of the highest."""
+        """Learning rate of the next update: linear warmup from 0, then decay to a share of the peak."""
         at, peak, warmup = self.num_updates, self.own["lr"], self.schedule["warmup_steps"]
         lowest, end = peak * self.schedule["min_lr_ratio"], self.schedule["decay_steps"]
         if at < warmup:
@@ -48,15 +48,15 @@ class Adam:
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> float:
-        """One update; the gradient norm before it was clipped."""
+        """Do one update and return the gradient norm before clipping."""
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        whole = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
-        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in whole))
+        complete = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients, strict=True)]
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in complete))
         clip = self.own["clip_grad"]
         factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         rate, b1, b2 = self.learning_rate, self.own["adam_beta1"], self.own["adam_beta2"]
         self.num_updates += 1
-        for parameter, gradient, (first, second) in zip(self.parameters, whole, self.moments, strict=True):
+        for parameter, gradient, (first, second) in zip(self.parameters, complete, self.moments, strict=True):
             gradient = gradient * factor
             first.mul_(b1).add_(gradient, alpha=1 - b1)
             second.mul_(b2).add_(gradient.square(), alpha=1 - b2)
@@ -68,7 +68,7 @@ class Adam:
 
 
 def value_model(path: str, new_head: bool = False) -> Any:
-    """A model with one number per token; a head that the files lack begins at 0."""
+    """Load a model with one value per token. A head that is missing in the files starts at 0."""
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float64)
     if new_head:
         torch.nn.init.zeros_(model.score.weight)
@@ -76,20 +76,20 @@ def value_model(path: str, new_head: bool = False) -> Any:
 
 
 def token_values(model: Any, row: Row, last: bool = False) -> Tensor:
-    """The value of the state before each written token; or, for a reward model, of the whole sample."""
+    """Return the value of the state before each written token or, for a reward model, of the whole sample."""
     values: Tensor = model.score(model.model(torch.tensor([[*row.prompt, *row.response]])).last_hidden_state)[0, :, 0]
     return values[-1] if last else values[len(row.prompt) - 1 : -1][row.written]
 
 
 @torch.no_grad()
 def add_column(rows: list[Row], name: str, of_row: Callable[[Row], Tensor]) -> None:
-    """One value per written token."""
+    """Add a column with one value per written token."""
     for row in rows:
         row.columns[name] = of_row(row)
 
 
 class Reference:
-    """The models, their optimizers, and the KL coefficient, from step to step."""
+    """Models, their optimizers and the KL coefficient, kept from step to step."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config, self.algorithm, model = config, config["algorithm"], config["model"]
@@ -106,7 +106,7 @@ class Reference:
         self.kl_coef = self.algorithm["kl"]["coef"]
 
     def step(self, number: int, rounds: Sequence[Round]) -> dict[str, Any]:
-        """One step, from what was sampled for it."""
+        """Do one step on the rows that were sampled for it."""
         rows, figures = self.collect(rounds)
         for row in rows:
             row.columns = {"rollout": row.rollout[row.written]}
@@ -133,7 +133,7 @@ class Reference:
             figures |= spread_of(f"critic/{name}", torch.cat([row.columns[name] for row in rows]).tolist())
         if self.critic is not None:
             returns, values = (torch.cat([row.columns[name] for row in rows]) for name in ("returns", "values"))
-            left, whole = (each.var(correction=0) for each in (returns - values, returns))
+            left, whole = (column.var(correction=0) for column in (returns - values, returns))
             figures["critic/vf_explained_var"] = float(1 - left / (whole + 1e-8))
         updates = {}
         if self.critic is not None:
@@ -141,11 +141,13 @@ class Reference:
         if number > self.config["training"]["critic_warmup_steps"]:
             updates["actor"] = self.update(rows, number, self.actor_adam, self.actor_loss)
         if self.config["teacher"] is not None and "actor" in updates:
-            taught, own = (np.mean([each[f"{x}_abs"] for each in updates["actor"]]) for x in ("taught", "advantages"))
+            taught, own = (
+                np.mean([update[f"{x}_abs"] for update in updates["actor"]]) for x in ("taught", "advantages")
+            )
             figures["actor/taught_share"] = float(taught / (taught + own))
         for role, of_role in updates.items():
             names = [name for name in of_role[0] if name != "row_ids"]
-            figures |= {f"{role}/{name}": float(np.mean([each[name] for each in of_role])) for name in names}
+            figures |= {f"{role}/{name}": float(np.mean([update[name] for update in of_role])) for name in names}
             figures[f"{role}/skipped"] = 0.0
         if kl["where"] in ("reward", "both"):
             figures["reward/kl_coef"] = self.kl_coef
@@ -162,17 +164,17 @@ class Reference:
         }
 
     def collect(self, rounds: Sequence[Round]) -> tuple[list[Row], dict[str, float]]:
-        """The rows that are learnt from: of DAPO's rounds the prompts whose samples differ, as many as are wanted."""
+        """Return the rows to learn from. For DAPO, take prompts whose scores differ until there are enough."""
         rows: list[Row] = []
         per_round, num_uniform = [], 0
-        wanted = self.config["batch"]["prompts_per_step"]
-        for each in rounds:
-            sampled, figures = list(each["sampled"]), dict(each["figures"])
+        num_prompts = self.config["batch"]["prompts_per_step"]
+        for sample_round in rounds:
+            sampled, figures = list(sample_round["sampled"]), dict(sample_round["figures"])
             if self.reward_model is not None:
                 figures |= self.add_model_scores(sampled)
-                self.add_model_scores(each.get("greedy", []))
+                self.add_model_scores(sample_round.get("greedy", []))
             if self.algorithm["advantage"] == "remax":
-                greedy = {row.uid: row.score for row in each["greedy"]}
+                greedy = {row.uid: row.score for row in sample_round["greedy"]}
                 sampled = [row for row in sampled if row.uid in greedy]
                 for row in sampled:
                     row.baseline = greedy[row.uid]
@@ -183,17 +185,17 @@ class Reference:
                     scores.setdefault(row.uid, []).append(row.score)
                 uneven = [uid for uid, of_uid in scores.items() if len(set(of_uid)) > 1]
                 num_uniform += sum(len(of_uid) > 1 and len(set(of_uid)) == 1 for of_uid in scores.values())
-                taken = set(uneven[: wanted - len({row.uid for row in rows})])
+                taken = set(uneven[: num_prompts - len({row.uid for row in rows})])
                 sampled = [row for row in sampled if row.uid in taken]
             rows += sampled
             per_round.append(figures)
-        figures = {name: float(np.mean([each.get(name, np.nan) for each in per_round])) for name in per_round[-1]}
+        figures = {name: float(np.mean([metrics.get(name, np.nan) for metrics in per_round])) for name in per_round[-1]}
         if self.algorithm["dynamic_sampling"] is not None:
             figures |= {"sampling/rounds": len(rounds), "sampling/uniform_prompts": num_uniform}
         if overlong := self.algorithm["overlong"]:
             longest, buffer = self.config["rollout"]["max_response_tokens"], overlong["buffer_tokens"]
             into = [min(max(row.num_written - (longest - buffer), 0) / buffer, 1.0) for row in rows]
-            penalties = [-overlong["factor"] * each for each in into]  # in a straight line through the last tokens
+            penalties = [-overlong["factor"] * share for share in into]  # linear over the last tokens
             for row, penalty in zip(rows, penalties, strict=True):
                 row.score += penalty
             figures["reward/overlong_penalty"] = float(np.mean(penalties))
@@ -201,26 +203,26 @@ class Reference:
 
     @torch.no_grad()
     def add_model_scores(self, rows: list[Row]) -> dict[str, float]:
-        """The reward model's score of each sample, weighted, beside that of the functions."""
+        """Add the reward model's weighted score to the score of each sample."""
         scores = [float(token_values(self.reward_model, row, last=True)) for row in rows]
         for row, score in zip(rows, scores, strict=True):
             row.score += self.config["reward_model"]["weight"] * score
         return spread_of("reward/model", scores) if scores else {}
 
     def log_probs(self, model: Any, row: Row) -> tuple[Tensor, Tensor]:
-        """Log-prob of each written token at the temperature of the rollout, and the entropy there."""
+        """Return log-prob and entropy at each written token, at the temperature of the rollout."""
         log_probs = self.distributions(model, row)
         sampled = log_probs.gather(1, torch.tensor(row.response)[row.written][:, None])[:, 0]
         return sampled, -(log_probs.exp() * log_probs).sum(-1)
 
     def distributions(self, model: Any, row: Row) -> Tensor:
-        """Log-probs of the whole vocabulary in the place of each written token."""
+        """Return the log-probs of the whole vocabulary at each written token."""
         logits = model(torch.tensor([[*row.prompt, *row.response]])).logits[0, len(row.prompt) - 1 : -1]
         of_places: Tensor = (logits / self.config["rollout"]["temperature"]).log_softmax(-1)[row.written]
         return of_places
 
     def update(self, rows: list[Row], step: int, adam: Adam, loss: Loss) -> list[dict[str, Any]]:
-        """All updates of one model in this step: in each epoch the rows in a new order, cut into equal parts."""
+        """Do all updates of one model in this step: in each epoch, shuffle the rows and cut them into equal parts."""
         batch, reports = self.config["batch"], []
         num_parts = max(1, round(len(rows) / batch["samples_per_update"]))
         for epoch in range(batch["epochs_per_step"]):
@@ -233,8 +235,11 @@ class Reference:
         return reports
 
     def actor_loss(self, rows: list[Row]) -> tuple[Tensor, dict[str, float]]:
-        """L = sum_t w_t (c_t (pg_t + kl_coef kl_t + coef d_t) - entropy_coef H_t), with c the correction and d of the
-        teacher."""
+        """Return the actor's loss and its metrics.
+
+        L = sum_t w_t (c_t (pg_t + kl_coef kl_t + coef d_t) - entropy_coef H_t), with the correction c and the
+        divergence d from the teacher.
+        """
         loss, kl, taught = self.algorithm["loss"], self.algorithm["kl"], self.algorithm["distillation"]
         terms: dict[str, Any] = {"pg_loss": 0.0, "kl_loss": 0.0, "entropy": 0.0, "distill_loss": 0.0}
         sums: Counter[str] = Counter()
@@ -251,22 +256,21 @@ class Reference:
                 estimate = formulas.kl_estimate(kl["in_loss"], log_probs, row.columns["ref_log_probs"])
                 terms["kl_loss"] = terms["kl_loss"] + weight * (correction * estimate).sum()
             if taught is not None:
-                apart, of_teacher = self.apart(row, log_probs)
-                terms["distill_loss"] = terms["distill_loss"] + weight * (correction * apart).sum()
-                reports |= of_teacher
+                distance, teacher_reports = self.divergence(row, log_probs)
+                terms["distill_loss"] = terms["distill_loss"] + weight * (correction * distance).sum()
+                reports |= teacher_reports
             reports |= {"entropy_mean": entropy, "rollout_diff": (log_probs - row.columns["rollout"]).abs()}
             sums.update({name: float(value.sum()) for name, value in reports.items()})
-        # The coefficient of the loss stays; only the reward's is steered.
+        # The loss's KL coefficient is constant; only the reward's is adapted.
         whole = terms["pg_loss"] + kl["coef"] * terms["kl_loss"] - loss["entropy_coef"] * terms["entropy"]
-        there = {"pg_loss": True, "kl_loss": kl["where"] in ("loss", "both"), "entropy": bool(loss["entropy_coef"])}
+        is_used = {"pg_loss": True, "kl_loss": kl["where"] in ("loss", "both"), "entropy": bool(loss["entropy_coef"])}
         if taught is not None and taught["form"] != "advantage":
-            whole, there["distill_loss"] = whole + taught["coef"] * terms["distill_loss"], True
-        shown = {name: float(terms[name].detach()) for name in terms if there.get(name)}
-        return whole, means(sums, rows) | shown | {"tokens": float(sum(row.num_written for row in rows))}
+            whole, is_used["distill_loss"] = whole + taught["coef"] * terms["distill_loss"], True
+        term_metrics = {name: float(terms[name].detach()) for name in terms if is_used.get(name)}
+        return whole, means(sums, rows) | term_metrics | {"tokens": float(sum(row.num_written for row in rows))}
 
-    def apart(self, row: Row, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """How far the policy is from the teacher at each token, as the form of distillation has it; what is said of
-        it."""
+    def divergence(self, row: Row, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the policy's divergence from the teacher at each token, in the form of distillation, and metrics."""
         taught, of_teacher = self.algorithm["distillation"], row.columns["teacher_log_probs"]
         difference = log_probs.detach() - of_teacher
         reports = {"teacher_kl": difference, "taught_abs": taught["coef"] * difference.abs()}
@@ -275,11 +279,11 @@ class Reference:
             return formulas.kl_estimate(taught["estimator"], log_probs, of_teacher), reports
         with torch.no_grad():
             teacher = self.distributions(self.teacher, row)
-        apart, mass = formulas.divergence(taught, self.distributions(self.actor, row), teacher)
-        return apart, reports | {"teacher_mass": mass}
+        distance, mass = formulas.divergence(taught, self.distributions(self.actor, row), teacher)
+        return distance, reports | {"teacher_mass": mass}
 
     def critic_loss(self, rows: list[Row]) -> tuple[Tensor, dict[str, float]]:
-        """L = sum_t w_t value_loss_t."""
+        """Return L = sum_t w_t value_loss_t and its metrics."""
         whole, sums = torch.zeros((), dtype=torch.float64), Counter[str]()
         for row, weight in zip(rows, formulas.token_weights(self.config, rows), strict=True):
             values = token_values(self.critic, row)
@@ -289,7 +293,7 @@ class Reference:
         return whole, means(sums, rows) | {"vf_loss": float(whole.detach())}
 
     def batch_figures(self, rows: list[Row]) -> dict[str, float]:
-        """Scores and lengths of the batch, and how many prompts teach nothing."""
+        """Return metrics of the batch: scores, lengths, and the share of prompts with equal scores."""
         responses, prompts = [len(row.response) for row in rows], [len(row.prompt) for row in rows]
         num_scores = Counter(uid for uid, _ in {(row.uid, row.score) for row in rows})
         figures: dict[str, float] = {
@@ -301,18 +305,18 @@ class Reference:
         figures |= spread_of("critic/score", [row.score for row in rows]) | spread_of(
             "response_length", [row.num_written for row in rows]
         )
-        for name, wanted in (("solved", True), ("unsolved", False)):
+        for name, is_solved in (("solved", True), ("unsolved", False)):
             at = self.config["validation"]["solved_at"]
-            lengths = [row.num_written for row in rows if (row.score >= at) is wanted]
+            lengths = [row.num_written for row in rows if (row.score >= at) is is_solved]
             figures |= {f"response_length/{name}/mean": float(np.mean(lengths))} if lengths else {}
         return figures | spread_of("prompt_length", prompts)
 
 
 def spread_of(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean, largest and smallest."""
+    """Return mean, maximum and minimum."""
     return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
 
 
 def means(sums: Counter[str], rows: list[Row]) -> dict[str, float]:
-    """Over the tokens of an update."""
+    """Return the mean of each sum over the tokens of an update."""
     return {name: value / max(sum(row.num_written for row in rows), 1) for name, value in sums.items()}

@@ -1,4 +1,4 @@
-"""Three steps of the real trainer, workers and Megatron in every pair of options, against the reference."""
+"""Compare three steps of trainer, workers and Megatron with the reference, for every pair of options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_quantity_is_the_reference_s(part: str, models: Path, tmp_path: Pa
             Judge(config).judge(recorded)
         seen.update(name for line in recorded["metrics"] for name, value in line.items() if value)
     for name in BITE:
-        assert seen[name], f"{name} is 0 in every step of every case: its option has not been tried"
+        assert seen[name], f"{name} is 0 in every step of every case, so no case tests its option"
 
 
 BITE = (
@@ -57,10 +57,10 @@ BITE = (
     *("actor/distill_loss", "actor/taught_share", "actor/teacher_kl"),
     *("mismatch/rollout_is_ratio_fraction_high", "mismatch/rollout_is_ratio_fraction_low"),
 )
-"""Figures that are 0 where an option does nothing."""
+"""Metrics that are 0 if their option has no effect."""
 
 
 def describe(config: dict[str, Any]) -> str:
-    """What a case is, in a few lines."""
+    """Return a short description of a case."""
     names = ("algorithm", "batch", "training")
     return "\n".join(f"  {name}: {json.dumps(config[name])}" for name in names)

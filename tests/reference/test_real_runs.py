@@ -1,4 +1,4 @@
-"""Whole runs, with Ray's processes and a vLLM engine: recorded, judged, and held against the reference."""
+"""Whole runs with Ray's processes and a vLLM engine: recorded, judged, and compared with the reference."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "remax-2": ({"advantage": "remax", "kl": "loss", "correction": ("token", "truncate"), "updates": "1 update"}, {}),
 }
-"""Name -> options beside the plain ones, and the actor's own settings; two devices each."""
+"""Options in addition to PLAIN, and settings of the actor, by name of the run. Each run has two devices."""
 
 
 @pytest.mark.slow

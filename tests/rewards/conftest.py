@@ -1,4 +1,4 @@
-"""Managers of real worker processes, each marked in its environment so that nothing of it can hide."""
+"""Managers of real worker processes. A marker in their environment finds every process that they start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARKER = "MRL_TEST_MARKER"
 
 
 def make_sample(do: str = "ok", row_id: int = 0, **extra: Any) -> Sample:
-    """A sample whose reward does what `do` says in tests/rewards/hostile.py."""
+    """Return a sample whose reward does the action `do` of tests/rewards/hostile.py."""
     return Sample(
         prompt="How many?",
         response="forty-two",
@@ -34,7 +34,7 @@ def make_sample(do: str = "ok", row_id: int = 0, **extra: Any) -> Sample:
 
 
 class Bench:
-    """Makes managers, and looks for what they have left."""
+    """Makes managers and looks for their leftovers."""
 
     def __init__(self, directory: Path) -> None:
         self.marker = uuid.uuid4().hex
@@ -42,7 +42,7 @@ class Bench:
         self.managers: list[RewardManager] = []
 
     def manager(self, *names: str, **settings: Any) -> RewardManager:
-        """A manager of functions, by default of the hostile one; limits are short."""
+        """Return a manager of functions, by default the hostile one, with short limits."""
         functions = {f"f{number}": RewardFunctionConfig(name=name) for number, name in enumerate(names or (HOSTILE,))}
         settings = {
             "functions": functions,
@@ -62,36 +62,36 @@ class Bench:
         return [recorded.event for recorded in read_events(self.events_path)]
 
     def processes(self) -> set[int]:
-        """Everything alive that was started by these managers, however far it has run away."""
+        """Return all living processes started by these managers, including detached ones."""
         return marked(self.marker)
 
     def settle(self, number: int, within_s: float = 2.0) -> set[int]:
-        """The processes, once there are as many, or after that time."""
+        """Return the marked processes once their number is reached, or after the time limit."""
         return settle(self.marker, number, within_s)
 
 
 def marked(marker: str) -> set[int]:
-    """Every process with the marker in its environment."""
-    found = set()
+    """Return every process with the marker in its environment."""
+    processes = set()
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and marker.encode() in (entry / "environ").read_bytes():
-                found.add(int(entry.name))
+                processes.add(int(entry.name))
         except OSError:
             continue
-    return found
+    return processes
 
 
 def settle(marker: str, number: int, within_s: float) -> set[int]:
     deadline = time.monotonic() + within_s
-    while len(found := marked(marker)) != number and time.monotonic() < deadline:
+    while len(processes := marked(marker)) != number and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found
+    return processes
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    """A place to make managers in; nothing of them outlives the test."""
+    """A bench for managers. Nothing of them may outlive the test."""
     bench = Bench(tmp_path)
     yield bench
     for manager in bench.managers:
@@ -101,7 +101,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RewardManager, Bench]]:
-    """One manager for many samples that go wrong: each must leave it as good as new."""
+    """One manager for many failing samples. Each must leave it fully working."""
     bench = Bench(tmp_path_factory.mktemp("hostile"))
     yield bench.manager(), bench
     bench.managers[0].close()

@@ -1,4 +1,4 @@
-"""A module whose import ends the process in the attempts that MRL_FLAKY names; MRL_TRIES counts them."""
+"""A module whose import ends the process in the attempts listed in MRL_FLAKY. The file MRL_TRIES counts attempts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if str(len(_tries.read_text())) in os.environ["MRL_FLAKY"].split(","):
 
 
 def score(sample: Sample) -> float:
-    """1, or the end of the process where the sample says so."""
+    """Return 1, or end the process if the sample says so."""
     if sample.extra_info["do"] == "leave":
         os._exit(3)
     return 1.0

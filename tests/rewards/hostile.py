@@ -1,4 +1,4 @@
-"""Reward functions that go wrong in every way; `sample.extra_info["do"]` says how, `{"ok": x}` scores x."""
+"""Reward functions that fail in every way. `sample.extra_info["do"]` selects the way, `{"ok": x}` scores x."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Hostile(BaseException):
 
 
 def score(sample: Sample) -> Any:
-    """Do what the sample says."""
+    """Do the action of the sample."""
     return ACTIONS[sample.extra_info["do"]](sample)
 
 
 def count(sample: Sample) -> float:
-    """The number that the sample holds."""
+    """Return the number in the sample."""
     return float(sample.extra_info["ok"])
 
 
@@ -62,7 +62,7 @@ def raising(error: BaseException) -> Any:
 
 
 def fail_once(sample: Sample) -> float:
-    """Crashes in the first attempt only: the file says whether there was one."""
+    """Crash in the first attempt only, which a file records."""
     if os.path.exists(sample.extra_info["file"]):
         return 1.0
     open(sample.extra_info["file"], "w").close()
@@ -167,7 +167,7 @@ async def later() -> float:
 
 
 def score_group(samples: list[Sample]) -> Any:
-    """Each sample's place among its group from the smallest number, or what the first sample says."""
+    """Return each sample's rank by number in its group, or do the action of the first sample."""
     do = samples[0].extra_info["do"]
     if do != "ok":
         return {
@@ -185,7 +185,7 @@ async def score_later(sample: Sample) -> float:
 
 
 async def score_group_later(samples: list[Sample]) -> list[float]:
-    """Its answers come all at once."""
+    """Return all results at once."""
     return await asyncio.gather(*(later() for _ in samples))
 
 
@@ -206,7 +206,7 @@ ACTIONS: dict[str, Any] = {
     "fail once": fail_once,
     "sleep": lambda sample: time.sleep(sample.extra_info["s"]) or 1.0,
     "endless": endless,
-    "sleep for ever": lambda sample: time.sleep(1e6),
+    "sleep forever": lambda sample: time.sleep(1e6),
     "catastrophic regex": lambda sample: re.match(r"(a+)+$", "a" * 40 + "b"),
     "huge power": lambda sample: 9**9**9,
     "200 kB": lambda sample: "x" * 200_000,

@@ -35,7 +35,7 @@ class Case:
     score: float = 0.0
 
     def sample(self, number: int, outside: Outside) -> Sample:
-        """The sample of the task with this number: add it to two others."""
+        """Return the sample of the task with this number, which adds it to two others."""
         words = {"@N": str(number), "@CANARY": str(outside.canary), "@PORT": str(outside.port)}
         program = self.program
         for word, meant in words.items():
@@ -54,7 +54,7 @@ class Case:
 
 
 def tests_of(form: str, number: int) -> Any:
-    """Two tests of the task in one of the forms."""
+    """Return two tests of the task in one of the forms."""
     pairs = [(1, 2), (number + 2, -40)]
     totals = [a + b + number for a, b in pairs]
     match form:
@@ -152,7 +152,7 @@ ENDLESS = [
     Case("at exit", "import atexit, time\natexit.register(time.sleep, 99)\n" + TOTAL),
     Case("signals ignored", "import signal\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\nwhile True: pass\n"),
     Case("exceptions caught", "while True:\n    try:\n        while True: pass\n    except BaseException: pass\n"),
-    Case("closed and gone on", "import os, time\nfor n in range(3): os.close(n)\ntime.sleep(99)\n"),
+    Case("closed files", "import os, time\nfor n in range(3): os.close(n)\ntime.sleep(99)\n"),
     Case("loop in the call", "def total(a, b):\n    while True: pass\n", "called"),
     Case("loop in one call", "def total(a, b):\n    while a != 1: pass\n    return a + b + @N\n", "called", 0.5),
     Case("loop while loaded", "while True: pass\n", "asserted"),
@@ -282,7 +282,7 @@ HOSTILE_IMPORTS = "import ctypes, fcntl, mmap, os, resource, signal, socket, sub
 
 
 def hostile(name: str, attack: str, *, is_caught: bool) -> Case:
-    """A program that answers where it was refused, or that lets the refusal end it."""
+    """Return a program that answers if it was refused, or that lets the refusal end it."""
     caught = "\ntry:\n    print('escaped', {})\nexcept (OSError, ValueError, KeyError):\n    print(a + b + @N)\n"
     refuse = "def refuse():\n    raise OSError\n"
     refuse += "def is_open(n):\n    try:\n        return os.fstat(n)\n    except OSError:\n        return None\n"
@@ -317,7 +317,7 @@ class Outside:
         self._before = self._state()
 
     def changes(self) -> Iterator[str]:
-        """Return the things that were reached nevertheless, or left behind."""
+        """Return the things that were reached despite the containment, or left behind."""
         for listener, receive in ((self.tcp, self.tcp.accept), (self.udp, lambda: self.udp.recv(9))):
             try:
                 yield f"{listener.type.name} received {receive()!r}"
@@ -338,10 +338,10 @@ class Outside:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def _state(self) -> dict[str, Any]:
-        found = self.canary.stat()
+        state = self.canary.stat()
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         return {
-            "the canary": (self.canary.read_text(), stat.filemode(found.st_mode), found.st_uid, found.st_mtime_ns),
+            "the canary": (self.canary.read_text(), stat.filemode(state.st_mode), state.st_uid, state.st_mtime_ns),
             "its directory": sorted(path.name for path in self.directory.iterdir()),
             "temporary files": sorted(path.name for path in self.temporary.iterdir()),
             "children": sorted(children),

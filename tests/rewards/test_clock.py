@@ -1,4 +1,4 @@
-"""A worker's clock: real processes that run, sleep, stop, crowd themselves, and find no core."""
+"""A worker's clock with real processes that run, sleep, stop, compete for cores, and get no core."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def process(program: str) -> Iterator[int]:
 
 @contextmanager
 def no_core_free() -> Iterator[None]:
-    """Eight busy processes for each core; each in a session, as workers are, because Linux may share among these."""
+    """Run eight busy processes per core, each in a session like workers, because Linux may share cores by session."""
     number = 8 * len(os.sched_getaffinity(0))
     busy = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(number)]
     try:
         yield
     finally:
-        for each in busy:
-            each.kill()
-            each.wait()
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def late_after(clock: WorkerClock, limit_s: float, within_s: float) -> float:
-    """The seconds after which it is late, or `within_s`."""
+    """Return the seconds after which it is late, or `within_s`."""
     while not clock.is_late(limit_s) and clock.seconds < within_s:
         time.sleep(clock.look_in_s(limit_s))
     return clock.seconds
@@ -114,7 +114,7 @@ def test_nobody_gets_more_than_thirty_times_the_limit(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_a_starved_worker_loses_no_sample(bench: Bench) -> None:
-    """Work of 0.2 s on a core takes seconds next to so many others, and the limit is 0.5."""
+    """Work of 0.2 s on a core takes seconds next to so many processes, and the limit is 0.5 s."""
     manager = bench.manager("tests.rewards.witness:work", num_workers=2, limit_s=0.5)
     with no_core_free():
         *worked, slept = manager.score([*(make_sample(work_s=0.2) for _ in range(4)), make_sample(s=100.0, work_s=0.0)])

@@ -38,7 +38,7 @@ FORMS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "list of pairs": (PRINT, [{"input": "1 2", "output": "3"}, {"input": "3 4", "output": "7"}], {}),
     "calls": (ADD, CALLS, {}),
     "calls as JSON": (ADD, json.dumps(CALLS), {}),
-    "calls with the name beside": (ADD, {**CALLS, "fn_name": None}, {"fn_name": "add"}),
+    "calls with the name outside": (ADD, {**CALLS, "fn_name": None}, {"fn_name": "add"}),
     "calls with results in lists": (ADD, {**CALLS, "outputs": [[3], [7]]}, {}),
     "calls as lines of JSON": (ADD, {**CALLS, "inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"]}, {}),
     "calls of a method": (f"class Solution:\n  {ADD.replace('(', '(self, ').replace('    ', '      ')}", CALLS, {}),
@@ -54,7 +54,7 @@ FORMS: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {"test": "META = {}\ndef check(f):\n    assert f(1, 2) == 3\n    assert f(3, 4) == 7", "entry_point": "add"},
         {},
     ),
-    "check, the name beside": (
+    "check with the name outside": (
         ADD,
         'def check(f):\n    """Two."""\n    assert f(1, 2) == 3\n    assert f(3, 4) == 7\n',
         {"entry_point": "add"},

@@ -1,4 +1,4 @@
-"""Any behavior of a reward function costs only its own sample, within its time, with a type, and leaves no process."""
+"""Any behavior of a reward function only fails its own sample, in time and with a type, and leaves no process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAISING = f"({SOURCE}:{{line}}, raising)"
 
 FAILURES = {
     "endless": ("timeout", "no answer within 0.5 s"),
-    "sleep for ever": ("timeout", "no answer within 0.5 s"),
+    "sleep forever": ("timeout", "no answer within 0.5 s"),
     "catastrophic regex": ("timeout", "no answer within 0.5 s"),
     "huge power": ("timeout", "no answer within 0.5 s"),
     "stop yourself": ("timeout", "no answer within 0.5 s"),
@@ -105,7 +105,7 @@ SCORED = {
 
 
 def score_among_good_ones(manager: RewardManager, bench: Bench, do: str) -> Score | Failure:
-    """The outcome of one sample between good ones; the others must not notice, and nothing may be left."""
+    """Return the outcome of one sample between good ones, which must not be affected. Nothing may be left behind."""
     begin = time.monotonic()
     before, outcome, after = manager.score([make_sample(row_id=1), make_sample(do), make_sample(row_id=3)])
     assert time.monotonic() - begin < LIMIT_S + 4, "a busy machine gives a worker its seconds later"
@@ -158,7 +158,7 @@ def test_waiting_does_not_count(bench: Bench) -> None:
 def test_others_go_on_while_one_hangs(bench: Bench) -> None:
     pool, hanging, good = bench.manager(limit_s=2.0)._pool, 1, list(range(2, 52))
     begin, done = time.monotonic(), []
-    pool.submit(hanging, make_sample("sleep for ever").to_json())
+    pool.submit(hanging, make_sample("sleep forever").to_json())
     for ticket in good:
         pool.submit(ticket, make_sample(row_id=ticket).to_json())
     while len(done) < len(good):

@@ -23,7 +23,7 @@ NORMAL_FORMS = [
     ("-1,234", "-1,234"),
     ("1,234.5", "1,234.5"),
     ("50\\%", "50\\%"),
-    # only what is assigned, or stands in the first formula
+    # only the assigned value, or the content of the first formula
     ("x = 5", "5"),
     ("a=b=7", "7"),
     ("n \\ge 5", "n\\ge5"),
@@ -31,7 +31,7 @@ NORMAL_FORMS = [
     ("so $3$ and $4$", "3"),
     ("$\\$5.00$.", "5.00"),
     ("\\$5", "5"),
-    # units: some, and wherever they stand
+    # some units, at any position
     ("5 \\text{ cm}", "5"),
     ("5\\text{ m}^2", "5"),
     ("5 m", "5m"),

@@ -1,4 +1,4 @@
-"""The built-in reward functions, each against its rule."""
+"""The built-in reward functions, each tested by its rule."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_question_answering(response: str, truth: Any, options: dict[str, Any], 
 
 
 def choice(sample: Sample) -> Any:
-    """Its ground truth is a letter."""
+    """Return the score of `multiple_choice`, with a letter as the ground truth."""
     return multiple_choice(dataclasses.replace(sample, ground_truth="A"))
 
 

@@ -56,23 +56,25 @@ def test_samples_of_a_group_come_in_the_order_of_their_rows(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize(
-    ("do", "kind", "said"),
+    ("do", "kind", "message"),
     [
         ("too few", "bad_result", "place: the result is of type list of length 2, not a list of 3 results"),
         ("one number", "bad_result", "place: the result is of type float, not a list of 3 results"),
         ("one is nan", "bad_result", "place: the result is nan, not a finite number"),
         ("None", "bad_result", "place: the result is of type NoneType, not a list of 3 results"),
         ("os._exit 3", "crashed", "its process exited with status 3"),
-        ("sleep for ever", "timeout", "no answer within 0.5 s"),
+        ("sleep forever", "timeout", "no answer within 0.5 s"),
     ],
 )
-def test_a_group_that_fails_fails_for_each_of_its_samples(bench: Bench, do: str, kind: str, said: str) -> None:
+def test_a_group_that_fails_fails_for_each_of_its_samples(bench: Bench, do: str, kind: str, message: str) -> None:
     manager = groups_of(bench, retries=1, num_workers=1)
     *failed, good, better = manager.score([*group("bad", 1, 2, 3, do=do), *group("good", 4, 5)])
-    assert [(type(each), each.kind, each.detail, each.attempts) for each in failed if isinstance(each, Failure)] == [
-        (Failure, kind, said, 2)
-    ] * 3
-    assert [each.value for each in (good, better) if isinstance(each, Score)] == [0.0, 1.0]
+    assert [
+        (type(outcome), outcome.kind, outcome.detail, outcome.attempts)
+        for outcome in failed
+        if isinstance(outcome, Failure)
+    ] == [(Failure, kind, message, 2)] * 3
+    assert [outcome.value for outcome in (good, better) if isinstance(outcome, Score)] == [0.0, 1.0]
     events = bench.events()
     assert [event.row_id for event in events if isinstance(event, SampleSkipped)] == [1, 2, 3]
     (retried,) = (event for event in events if isinstance(event, Retried))
@@ -84,7 +86,7 @@ def test_a_sample_whose_own_score_failed_leaves_its_group_alone(bench: Bench) ->
     samples[1].extra_info["do"] = "nan"
     one, failed, three = bench.manager(functions=BOTH).score(samples)
     assert isinstance(failed, Failure)
-    assert [each.value for each in (one, three) if isinstance(each, Score)] == [100.0, 302.0]
+    assert [outcome.value for outcome in (one, three) if isinstance(outcome, Score)] == [100.0, 302.0]
 
 
 def test_numbers_by_name_and_copies_of_its_own(bench: Bench) -> None:
@@ -132,7 +134,7 @@ def test_a_group_that_is_too_large_is_named(bench: Bench, monkeypatch: pytest.Mo
 
 
 def test_a_group_is_what_one_round_of_generation_has_of_a_prompt(tmp_path: Path) -> None:
-    """Three samples of each of two prompts, then, as ReMax does, one of each: the same uids."""
+    """Three samples of each of two prompts, then one of each with the same uids, like ReMax."""
     config = make_config(tmp_path)
     settings = RewardConfig(functions={"size": RewardFunctionConfig(name="tests.rewards.witness:size", group=True)})
     with RewardManager(settings, EventLog(tmp_path / "events.jsonl")) as rewards:

@@ -1,4 +1,4 @@
-"""The remote reward against a real server that behaves in every way."""
+"""The remote reward with a real server that behaves in every way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.rewards.conftest import Bench, make_sample
 
 
 class Service(BaseHTTPRequestHandler):
-    """Answers as the sample asks; `first` is what the first attempt of a row gets."""
+    """Answers as the sample asks. `first` is the answer to the first attempt of a row."""
 
     def do_POST(self) -> None:
         sample = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -92,7 +92,7 @@ class Service(BaseHTTPRequestHandler):
         self.answer(b"NaN")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Write no log."""
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_what_may_pass_is_tried_again(bench: Bench, service: ThreadingHTTPServer
 
 
 @pytest.mark.parametrize(
-    ("do", "attempts", "said"),
+    ("do", "attempts", "message"),
     [
         ("slow", 2, "gave no answer in 2 attempts; the last: TimeoutError: timed out"),
         ("error", 2, "gave no answer in 2 attempts; the last: status 500"),
@@ -147,25 +147,27 @@ def test_what_may_pass_is_tried_again(bench: Bench, service: ThreadingHTTPServer
         ("huge", 1, "answered with more than 65536 bytes"),
     ],
 )
-def test_no_score_is_a_failure(bench: Bench, service: ThreadingHTTPServer, do: str, attempts: int, said: str) -> None:
+def test_no_score_is_a_failure(
+    bench: Bench, service: ThreadingHTTPServer, do: str, attempts: int, message: str
+) -> None:
     functions = judge(service, attempts=2)
     (outcome,) = bench.manager(functions=functions, limit_s=3).score([make_sample(do)])
     assert isinstance(outcome, Failure)
-    assert (outcome.kind, outcome.detail) == ("raised", f"judge: http://127.0.0.1:{service.server_port}/ {said}")
+    assert (outcome.kind, outcome.detail) == ("raised", f"judge: http://127.0.0.1:{service.server_port}/ {message}")
     assert len(service.seen) == attempts  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("do", "said"),
+    ("do", "message"),
     [
         ("text", "judge: the result is of type str of length 4, not a number"),
         ("not_a_number", "judge: the result is nan, not a finite number"),
     ],
 )
-def test_what_the_service_says_is_checked(bench: Bench, service: ThreadingHTTPServer, do: str, said: str) -> None:
+def test_what_the_service_says_is_checked(bench: Bench, service: ThreadingHTTPServer, do: str, message: str) -> None:
     (outcome,) = bench.manager(functions=judge(service)).score([make_sample(do)])
     assert isinstance(outcome, Failure)
-    assert (outcome.kind, outcome.detail) == ("bad_result", said)
+    assert (outcome.kind, outcome.detail) == ("bad_result", message)
 
 
 def test_a_service_that_drips_meets_the_limit(bench: Bench, service: ThreadingHTTPServer) -> None:

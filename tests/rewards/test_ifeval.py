@@ -1,4 +1,4 @@
-"""Each check of an instruction, with a text that follows it and a text that does not."""
+"""Each check of an instruction, with a text that follows the instruction and a text that does not."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_all_or_a_share_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "kwargs", "said"),
+    ("names", "kwargs", "message"),
     [
         (
             ["language:response_language"],
@@ -141,8 +141,8 @@ def test_all_or_a_share_of_them() -> None:
         (None, [{}], "no lists `instruction_id_list` and `kwargs` of the same length"),
     ],
 )
-def test_rows_that_cannot_be_checked_are_errors(names: Any, kwargs: Any, said: str) -> None:
+def test_rows_that_cannot_be_checked_are_errors(names: Any, kwargs: Any, message: str) -> None:
     with pytest.raises(RewardError) as caught:
         ifeval(given("text", names, kwargs))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("row 0 (uid u0, source unit/test): ")

@@ -1,4 +1,4 @@
-"""The judge against a real server: verdicts, failures of every kind, and what must not get out."""
+"""The judge with a real server: verdicts, failures of every kind, and secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY = "canary-5up3r"
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Answers with the text after `say ` in the question, or does what comes after `do `."""
+    """Answers with the text after `say ` in the question, or does the action after `do `."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -63,7 +63,7 @@ class Judge(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def flaky(self, number: int, tries: int) -> None:
-        """Three calls in ten fail, though no question more than three times: busy, broken, or hung up."""
+        """Fail three of ten calls, but no question more than three times: busy, broken, or disconnected."""
         with self.server.lock:  # type: ignore[attr-defined]
             self.server.calls += 1  # type: ignore[attr-defined]
             call = self.server.calls  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ class Judge(BaseHTTPRequestHandler):
         self.send(302, {}, Location=self.server.elsewhere)  # type: ignore[attr-defined]
 
     def echo(self, number: int, tries: int) -> None:
-        self.say(f"you said {self.headers['Authorization']}")
+        self.say(f"you sent {self.headers['Authorization']}")
 
     def refuse(self, number: int, tries: int) -> None:
         self.send_response(401, f"not {self.headers['Authorization']}")
@@ -110,7 +110,7 @@ class Judge(BaseHTTPRequestHandler):
         self.say("no idea" if tries == 1 else "Score: 5")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Write no log."""
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_verdicts(server: Any, answer: str, verdict: dict[str, Any], expected: f
 
 
 @pytest.mark.parametrize(
-    ("answer", "verdict", "said"),
+    ("answer", "verdict", "message"),
     [
         ("say good", {}, "the judge's answer has no verdict; it ends with 'good'"),
         ("say Score: 11", {}, "the verdict 11 is not between 0 and 10"),
@@ -200,10 +200,10 @@ def test_verdicts(server: Any, answer: str, verdict: dict[str, Any], expected: f
         ("do silent", {}, "the judge wrote no text: its message contains None"),
     ],
 )
-def test_what_is_no_verdict_is_a_failure(server: Any, answer: str, verdict: dict[str, Any], said: str) -> None:
+def test_what_is_no_verdict_is_a_failure(server: Any, answer: str, verdict: dict[str, Any], message: str) -> None:
     with pytest.raises(RewardError) as caught:
         judged(server, answer, **verdict)
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 def test_a_question_is_asked_once_unless_there_was_no_verdict(server: Any) -> None:

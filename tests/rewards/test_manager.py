@@ -166,7 +166,7 @@ def test_any_text_arrives_as_it_is(bench: Bench, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("ground_truth", {1, 2}, "Object of type set is not JSON serializable"),
         ("ground_truth", float("nan"), "Out of range float values are not JSON compliant"),
@@ -174,13 +174,13 @@ def test_any_text_arrives_as_it_is(bench: Bench, text: str) -> None:
     ],
     ids=["set", "nan", "bytes"],
 )
-def test_samples_are_plain_data(bench: Bench, field: str, value: object, said: str) -> None:
+def test_samples_are_plain_data(bench: Bench, field: str, value: object, message: str) -> None:
     sample = type(make_sample())(**{**vars(make_sample(row_id=7)), field: value})
     with pytest.raises(RewardError) as caught:
         bench.manager().submit(sample)
     assert str(caught.value).splitlines() == [
-        f"row 7 (uid u7, source unit/test): the sample is not plain data: {said}"
-        + (": nan" if said.startswith("Out") and ": nan" in str(caught.value) else ""),
+        f"row 7 (uid u7, source unit/test): the sample is not plain data: {message}"
+        + (": nan" if message.startswith("Out") and ": nan" in str(caught.value) else ""),
         "  fix: use only text, finite numbers, lists and dictionaries in ground_truth and extra_info",
     ]
 

@@ -1,4 +1,4 @@
-"""The normaliser of mathematical answers, as a table."""
+"""The normalizer of mathematical answers, as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outcomes of a worker and their transport: numbers, parts, frames, failures, and the figures of a batch."""
+"""Outcomes of a worker and their transport: numbers, parts, frames, failures, and the metrics of a batch."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.rewards.conftest import make_sample
 @pytest.mark.parametrize("step", [1, 2, 5, 12, 13, 1000])
 def test_frames_are_cut_wherever_the_bytes_come_in_pieces(step: int) -> None:
     frames = [(3, b"abc"), (CONTROL, b""), (1 << 40, b"x" * 20)]
-    stream = b"".join(frame(*each) for each in frames)
+    stream = b"".join(frame(*content) for content in frames)
     reader = FrameReader(max_bytes=20)
-    found = []
+    frames_read = []
     for begin in range(0, len(stream), step):
-        found += list(reader.feed(stream[begin : begin + step]))
-    assert found == frames
+        frames_read += list(reader.feed(stream[begin : begin + step]))
+    assert frames_read == frames
 
 
 def test_a_frame_may_be_as_long_as_allowed_and_no_longer() -> None:
@@ -136,7 +136,7 @@ def test_parts_are_numbers_too(parts: object) -> None:
 
 
 def function(label: str, weight: float, result: object) -> RewardFunction:
-    """A function that gives that result, or raises it."""
+    """Return a function that returns this result, or raises it."""
 
     def give(sample: Sample, plus: float = 0.0) -> object:
         if isinstance(result, BaseException):
@@ -191,8 +191,8 @@ def test_figures_stand_for_their_own_source() -> None:
         Failure("memory", "", 0.4),
         Failure("timeout", "", 0.6),
     ]
-    found = reward_metrics(samples, outcomes)
-    assert found == {
+    metrics = reward_metrics(samples, outcomes)
+    assert metrics == {
         "reward/num_samples": 5,
         "reward/failed_share": 0.4,
         "reward/score/mean": 1.0,
@@ -230,7 +230,7 @@ def test_figures_stand_for_their_own_source() -> None:
 
 
 def test_an_answer_that_no_frame_holds_is_a_bad_result_that_says_so() -> None:
-    """Within the limits of each function's own parts, several functions can say more than a worker may send."""
+    """Several functions, each within its limit of parts, can return more than a worker may send."""
     parts = {f"{number:02}" + "\N{GRINNING FACE}" * 90: 0.5 for number in range(99)}
     reply = score_sample([function("talk", 1.0, {"score": 1.0} | parts)], make_sample().to_json(), 1 << 30)
     assert reply["failure"] == "bad_result"

@@ -71,7 +71,7 @@ FORGERIES = {
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_verdict_cannot_be_forged(name: str, outside: Outside) -> None:
-    """Where a test is a call and a literal; what docs/recipes.md says of other asserts remains possible."""
+    """This holds if a test is `call == literal`. For other asserts, see docs/recipes.md for the remaining gap."""
     truth = "def check(f):\n    assert f(1) == 42\n    assert 43 == f(2)\n"
     sample = Case(name, FORGERIES[name]).sample(0, outside)
     sample = dataclasses.replace(sample, ground_truth=truth, extra_info={"entry_point": "f"})
@@ -120,7 +120,7 @@ def test_what_ends_a_program(program: str, reason: str) -> None:
 
 
 def test_waiting_for_a_processor_costs_a_program_nothing() -> None:
-    """It has a sixth of one processor, and so by the clock takes longer than it may."""
+    """It gets a sixth of one processor, so by wall clock it takes longer than its limit."""
     program = "import time\nwhile time.process_time() < 0.4: pass\nprint('done')"
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(5)]
     own = os.sched_getaffinity(0)
@@ -140,7 +140,7 @@ def test_waiting_for_a_processor_costs_a_program_nothing() -> None:
 
 
 def test_a_worker_that_is_killed_leaves_a_directory_to_the_next(bench: Bench, outside: Outside) -> None:
-    """The limit of the sample is shorter than those of the program, which goes with the worker."""
+    """The sample's limit is shorter than the program's. The program ends with the worker."""
     function = {"code": RewardFunctionConfig(name="code", options={"limits": {"test_s": 6}})}
     manager = bench.manager(functions=function, num_workers=1, limit_s=0.6, memory_bytes=1 << 30)
     endless, right = ENDLESS[0].sample(1, outside), Case("right", TOTAL, score=1.0).sample(1, outside)
@@ -154,7 +154,7 @@ def test_a_worker_that_is_killed_leaves_a_directory_to_the_next(bench: Bench, ou
 
 
 def test_a_program_ends_with_who_started_it() -> None:
-    """Even if that is killed, and no other process looks for its children."""
+    """This holds even if the worker is killed and no other process looks for its children."""
     read, write = os.pipe()
     starter = os.fork()
     if starter == 0:

@@ -1,4 +1,4 @@
-"""Search-R1's scores, from what the model wrote and nothing else; its published code's defects are cases here."""
+"""Search-R1's scores, which only depend on the text of the model. Defects of the published code are cases here."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def sample(*turns: str, truth: Any = None) -> Sample:
         (("",), 0, 0),
         (("<think>I think",), 0, 0),
         (("<think><answer>a</answer></think> <answer>Beijing</answer>",), 0.1, 0),  # the first action counts
-        ((LOOK + FOUND + RIGHT,), 0, 0),  # who writes what it found has searched, and not answered
+        ((LOOK + FOUND + RIGHT,), 0, 0),  # a model that copies the passage has searched, but not answered
         (("<answer>Beijing</answer><information>a</information>", "no", LOOK), 0, 0),  # an answer of another turn
     ],
 )
 def test_scores_by_answer_and_form(turns: tuple[str, ...], value: float, valid: float) -> None:
-    found = search_r1(sample(*turns))
-    assert (found["score"], found["valid"]) == (pytest.approx(value), valid)
+    result = search_r1(sample(*turns))
+    assert (result["score"], result["valid"]) == (pytest.approx(value), valid)
 
 
 def test_weights_and_what_was_found() -> None:
@@ -67,8 +67,8 @@ def test_weights_and_what_was_found() -> None:
 
 def test_to_write_an_accepted_answer_is_not_to_find_it() -> None:
     pasted = "<think>Beijing or Peking?</think><search>Beijing Peking</search>"
-    found = search_r1(sample(pasted, "\n\n<information></information>\n\n", WRONG), retrieval=0.5)
-    assert (found["score"], found["retrieved"]) == (0.2, 0)
+    result = search_r1(sample(pasted, "\n\n<information></information>\n\n", WRONG), retrieval=0.5)
+    assert (result["score"], result["retrieved"]) == (0.2, 0)
 
 
 @pytest.mark.parametrize(

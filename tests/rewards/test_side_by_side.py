@@ -1,4 +1,4 @@
-"""Samples side by side in a worker: they wait together, and what goes wrong with one costs that one."""
+"""Samples side by side in a worker wait together, and a failure only costs its own sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_they_wait_together(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("do", "kind", "said"),
+    ("do", "kind", "message"),
     [
         ("never", "timeout", "no answer within 1.5 s"),
         ("stubborn", "timeout", "no answer within 1.5 s"),
@@ -36,14 +36,14 @@ def test_they_wait_together(bench: Bench) -> None:
         ("die", "crashed", "its process exited with status 3"),
     ],
 )
-def test_who_goes_wrong_fails_alone(bench: Bench, do: str, kind: str, said: str) -> None:
-    """Without retries: what the others lose when their worker is killed is no attempt of theirs."""
+def test_who_goes_wrong_fails_alone(bench: Bench, do: str, kind: str, message: str) -> None:
+    """Without retries. If the worker is killed, this does not count as an attempt of the other samples."""
     samples = [make_sample(row_id=row, s=0.3) for row in range(12)]
     samples.insert(4, make_sample(do, row_id=99))
     outcomes = bench.manager(WAITING, num_workers=2, concurrency=4, limit_s=1.5).score(samples)
     failed = outcomes.pop(4)
     assert isinstance(failed, Failure)
-    assert (failed.kind, failed.detail, failed.attempts) == (kind, said, 1)
+    assert (failed.kind, failed.detail, failed.attempts) == (kind, message, 1)
     assert values(outcomes) == list(range(12))
     retried = [event for event in bench.events() if isinstance(event, Retried)]
     costs_its_worker = do in ("block", "within", "die")

@@ -1,4 +1,4 @@
-"""Functions that score some data sources only."""
+"""Functions that only score some data sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor's clocks and queue, and what it makes of a worker: read from inside the workers."""
+"""The supervisor's clocks and queue, and the environment of its workers, read from inside the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WITNESS = "tests.rewards.witness:score"
 
 
 def parts_of(outcomes: list[Outcome], name: str) -> list[float]:
-    """A part of every outcome, all of which are scores."""
+    """Return one part of every outcome, all of which must be scores."""
     assert all(isinstance(outcome, Score) for outcome in outcomes), outcomes
     return [outcome.parts[f"f0/{name}"] for outcome in outcomes if isinstance(outcome, Score)]
 
@@ -43,9 +43,9 @@ def test_the_clock_starts_anew_between_an_answer_and_the_word_that_follows_it(be
     """
     smile = "\N{GRINNING FACE}"  # twelve bytes of JSON
     numbers = {"f0": 1.0, "f0/pid": 12345.0, "f0/begin": 1234.567890123, "f0/end": 1235.767890123}
-    told = len(to_json({"scores": [{"value": 1.0, "parts": numbers}], "seconds": 1.201234567890123}))
+    num_bytes = len(to_json({"scores": [{"value": 1.0, "parts": numbers}], "seconds": 1.201234567890123}))
     one = len(to_json({f"f0/00{smile * 90}": 1.0})) - 1  # with its comma and without braces
-    num_names, left = divmod((1 << 16) - 20 - told, one)
+    num_names, left = divmod((1 << 16) - 20 - num_bytes, one)
     assert 100 < left < 1000, "one more name fills the rest"
     smiles, letters = divmod(left - len(',"f0/":1.0'), 12)
     names = [f"{number:02}{smile * 90}" for number in range(num_names)] + [smile * smiles + "y" * letters]
@@ -100,7 +100,7 @@ def test_the_time_of_a_sample_is_told(bench: Bench) -> None:
 
 
 def flaky(bench: Bench, tmp_path: Path, attempts: str, import_s: float = 0.0, **settings: Any) -> RewardManager:
-    """A manager whose workers end while they start, in these attempts of all, and take so long for it."""
+    """Return a manager whose workers need `import_s` to start, and end during the start in these attempts."""
     (tmp_path / "tries").write_text("")
     environment = {"MRL_TRIES": str(tmp_path / "tries"), "MRL_FLAKY": attempts, "MRL_IMPORT_S": str(import_s)}
     functions = {"f0": RewardFunctionConfig(name="tests.rewards.flaky_import:score")}
@@ -132,7 +132,9 @@ def test_starts_that_fail_count_in_a_row_only(bench: Bench, tmp_path: Path) -> N
     assert left.detail == "its process exited with status 3"
     (good,) = manager.score([make_sample()])
     assert isinstance(good, Score)
-    assert len((tmp_path / "tries").read_text()) == 6, "two that failed, one that left, two that failed, one that is"
+    assert len((tmp_path / "tries").read_text()) == 6, (
+        "two failed starts, a worker that left, two failed starts, a worker that runs"
+    )
 
 
 def test_three_starts_in_a_row_that_fail_end_the_run(bench: Bench, tmp_path: Path) -> None:
@@ -187,12 +189,12 @@ def test_the_environment_is_a_short_list_and_what_is_given(monkeypatch: pytest.M
         monkeypatch.setenv(name, f"the {name}")
     monkeypatch.setenv("MRL_OTHER_TOKEN", "canary")
     monkeypatch.setenv("PYTHONPATH", "not passed on unchanged")
-    found = worker_environment({"GIVEN": "yes", "OMP_NUM_THREADS": "3", "TZ": "UTC"})
-    modules = found.pop("PYTHONPATH").split(os.pathsep)
+    variables = worker_environment({"GIVEN": "yes", "OMP_NUM_THREADS": "3", "TZ": "UTC"})
+    modules = variables.pop("PYTHONPATH").split(os.pathsep)
     assert str(Path(__file__).parents[2]) in modules
     assert all(os.path.isabs(path) for path in modules)
     given = {"GIVEN": "yes", "OMP_NUM_THREADS": "3", "TZ": "UTC", "MALLOC_ARENA_MAX": "2"}
-    assert found == {name: f"the {name}" for name in inherited} | given
+    assert variables == {name: f"the {name}" for name in inherited} | given
     monkeypatch.delenv("TMPDIR")
     assert "TMPDIR" not in worker_environment({})
     assert worker_environment({})["OMP_NUM_THREADS"] == "1"

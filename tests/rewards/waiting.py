@@ -1,4 +1,4 @@
-"""A reward function that waits, as one of a service does; `sample.extra_info["do"]` says for what."""
+"""A reward function that waits, like a remote one. `sample.extra_info["do"]` selects the kind of wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward function that needs something slow, and gets it in `warm_up`."""
+"""A reward function that loads a slow resource in `warm_up`."""
 
 from __future__ import annotations
 

@@ -15,19 +15,19 @@ _PR_GET_PDEATHSIG, _PR_GET_CHILD_SUBREAPER = 2, 37
 
 
 def score(sample: Sample) -> dict[str, float]:
-    """Sleep for `s` seconds, then say who scored, and when."""
+    """Sleep for `s` seconds, then report the worker and the time."""
     begin = time.monotonic()
     time.sleep(sample.extra_info.get("s", 0.0))
     return {"score": 1.0, "pid": os.getpid(), "begin": begin, "end": time.monotonic()}
 
 
 def at_length(sample: Sample) -> dict[str, float]:
-    """The same with parts of these names, and so an answer that is as long as the sample wants it."""
+    """Do the same with parts of these names, so that the answer is as long as the sample wants."""
     return score(sample) | dict.fromkeys(sample.extra_info["names"], 1.0)
 
 
 def limits(sample: Sample) -> dict[str, float]:
-    """The limits of the process, and what it has of the supervisor."""
+    """Return the limits of the process, and what it inherited from the supervisor."""
     flag, heir = ctypes.c_int(), ctypes.c_int()
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(flag))
@@ -58,7 +58,7 @@ def as_told(sample: Sample, factor: float = 1.0, shift: float = 0.0) -> dict[str
 
 
 def work(sample: Sample) -> dict[str, float]:
-    """Use a core for so many seconds, and sleep for others."""
+    """Use a core for some seconds, then sleep for some."""
     end = time.process_time() + sample.extra_info["work_s"]
     while time.process_time() < end:
         pass
@@ -66,10 +66,10 @@ def work(sample: Sample) -> dict[str, float]:
 
 
 def order(samples: list[Sample]) -> list[float]:
-    """At which place each came."""
+    """Return the position of each sample."""
     return [float(place) for place, _ in enumerate(samples)]
 
 
 def size(samples: list[Sample]) -> list[float]:
-    """How many came together, each only once."""
+    """Return the number of samples that came together, each only once."""
     return [float(len({sample.response for sample in samples}))] * len(samples)
