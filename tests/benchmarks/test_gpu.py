@@ -45,7 +45,8 @@ def test_a_dry_run_meets_its_goals_and_names_what_it_leaves_out(tmp_path: Path) 
         "training": "Transformer Engine is not here",
     }
     assert {row["kernels"] for row in rows if "tokens_per_s" in row} == {"plain", "swiglu"}
-    assert [row["what"] for row in rows if row["part"] == "run"][:-1] == ["step 1", "step 2", "step 3"]
+    run = [row["what"] for row in rows if row["part"] == "run"][:-1]
+    assert run == [*(f"step {step}, plain launches" for step in (1, 2, 3)), "the whole run, plain launches"]
     assert all(row["actor/rollout_diff"] < 1e-4 for row in rows if "actor/rollout_diff" in row)
     goals = {goal["name"]: goal["value"] for goal in report["goals"]}
     assert goals["pieces that arrived otherwise"] == 0

@@ -94,7 +94,7 @@ def test_the_runs_own_judge(run_context: RunContext, judges: Callable[..., Rewar
             who_is_killed_costs_failures_and_comes_back(judges, environment)
             judges(environment, {"pattern": "(no such verdict)"}, share=0.0).score(SAMPLES)
 
-    with pytest.raises(WorkerDied, match=r"(?s)has ended 1 times, see .*rank-0\.log.*samples have no reward"):
+    with pytest.raises(WorkerDied, match=r"(?s)ended: 1 times, see .*rank-0\.log.*samples have no reward"):
         use()
     assert settle(f"VLLM_API_KEY={keys[0]}", 0, within_s=10) == set()
     files = [file for file in run_context.run_directory.rglob("*") if file.is_file()]
