@@ -1,7 +1,6 @@
 """Unusual turns of phrase, each with plain words. `make lint` rejects them in the COVERED trees.
 
-`python -m tests.plain_english [TREE ...]` prints every hit. Code in backticks and generated parts are skipped.
-"""
+`python -m tests.plain_english [TREE ...]` prints every hit. Code in backticks and generated parts are skipped."""
 
 from __future__ import annotations
 
@@ -15,13 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COVERED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "configs", "launch", "mrl", "tests", ".github")
-EXAMPLES = (  # bad examples, texts of others, prompts, and names of rows in results
-    *("plain_english.py", "test_architecture.py", "published.py", "published_files.py", "shelf.py"),
-    *("test_formats.py", "test_template.py", "test_gpu.py"),
-)
+_QUOTING = "plain_english test_architecture published published_files shelf test_formats test_template test_gpu"
+EXAMPLES = {f"{name}.py" for name in _QUOTING.split()}  # bad examples, prompts, texts of others, names of rows
 TURNS = {
     r"(one|those|that) (that|which)|those who|(say|know|ask|want)s? nothing|(held|holds?) against": "name it; compare",
-    r"(?<!#\s)(?-i:What|Whoever|Whatever)\b(?![^.]*\?)|who(so)?ever|whatever|whichever": "begin with a verb or noun",
+    r"(?<!#\s)(?-i:What|Whoever|Whatever)\b(?![^.]*\?| is \Z)|who(so)?ever|whatever|whichever": "begin with a verb",
     r"(go|goes|going|gone|went) on(?! (a|an|the|its|one|to|each|every|devices|GPUs)\b)": "continue",
     r"nor|be they|be it|and so (is|are|was|were|do|does|did|would|will|has|have)": "or, and not, also",
     r"lack(s|ed|ing)?|there (is|are|was|were) none|(is|are|was|were) not there": "is missing, has no, does not exist",
@@ -40,23 +37,12 @@ _UNREAD = re.compile(r"<!-- made: .*?<!-- end -->|``[^`\n].*?``|`[^`\n]+`", re.D
 def texts(text: str, suffix: str) -> Iterator[tuple[int, str]]:
     """Yield prose with its first line: strings and comments of Python, or all of a page but uncommented code."""
     if suffix == ".py":
-        yield from ((line, value) for line, value in _strings(ast.parse(text)) if " " in value)
+        strings = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+        yield from ((node.lineno, node.value) for node in strings if isinstance(node.value, str) and " " in node.value)
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         yield from ((token.start[0], token.string.strip("# ")) for token in tokens if token.type == tokenize.COMMENT)
     else:
         yield 1, re.sub(r"(?ms)^```.*?^```$", lambda it: re.sub(r"(?m)^((?!.* # ).*|.*? # )", "", it[0]), text)
-
-
-def _strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield each string with its line; an f-string is one string with `{}` for its values."""
-    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
-    parts = {id(part) for node in joined for part in node.values}
-    for node in joined:
-        values = (str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-        yield node.lineno, "".join(values)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
-            yield node.lineno, node.value
 
 
 def hits(tree: str) -> Iterator[str]:
