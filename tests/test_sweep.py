@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.sweep import NUM_PARTS, SweepRecord, chosen_part, part_of
+from tests import sweep
+from tests.sweep import NUM_PARTS, SweepPart, SweepRecord, chosen_part, part_of
 
 CASES = [f"tests/{file}.py::test[{number}]" for file in "abc" for number in range(13)]
 
@@ -45,3 +46,18 @@ def test_the_record_keeps_passes_and_forgets_what_failed(tmp_path: Path) -> None
     assert kept["other"] == kept["skipped"] == before
     assert kept["again"]["minutes"] == 1.0
     assert kept["again"]["date"] > "2026-01-01"
+
+
+def test_only_a_case_without_a_record_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "RECORD", tmp_path / "sweep.json")
+    sweep.RECORD.write_text(json.dumps({"proven": {}}))
+    marks: dict[str, list[Any]] = {"proven": [], "new": []}
+    items: list[Any] = [
+        SimpleNamespace(nodeid=name, get_closest_marker=lambda _: True, add_marker=added.append)
+        for name, added in marks.items()
+    ]
+    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    SweepPart("1/1").pytest_collection_modifyitems(config, items)
+    assert [item.nodeid for item in items] == ["proven", "new"]
+    assert marks["proven"] == []
+    assert [mark.name for mark in marks["new"]] == ["xfail"]
