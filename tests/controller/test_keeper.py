@@ -18,7 +18,7 @@ import pytest
 from mrl.controller import cluster, keeper
 from mrl.controller.node_agent import read_process
 from tests.apart import run_python
-from tests.endings.endings import Process, below, is_there, leftovers
+from tests.endings.endings import Process, below, is_there, leftovers, with_shared_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -143,15 +143,16 @@ def test_ray_starts_while_libraries_change_the_environment(tmp_path: Path) -> No
 def test_nothing_outlives_a_run(target: str, number: int, said: str) -> None:
     directory = Path(tempfile.mkdtemp(prefix="k"))  # not pytest's: Ray's sockets need a short one
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    shared = set(os.listdir("/dev/shm"))
+    (shared := directory / "shm").mkdir()
+    (temporary := directory / "tmp").mkdir()
     run = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "hang" if target != "none" else "end"],
+        with_shared_memory(shared, [sys.executable, "-c", PROGRAM, "hang" if target != "none" else "end"]),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # who runs the tests may ignore it
-        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(directory)},
+        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
     )
     processes = below(run.pid)
     try:
@@ -167,7 +168,7 @@ def test_nothing_outlives_a_run(target: str, number: int, said: str) -> None:
         errors = run.communicate(timeout=15)[1]
         assert run.returncode == {"none": 0, "driver": -number, "group": -number}.get(target, 76), errors
         assert said.format(pid=killed) in errors
-        assert leftovers(processes, directory, shared) == []
+        assert leftovers(processes, temporary, shared) == []
     finally:
         for process in filter(is_there, processes):
             os.kill(process[0], signal.SIGKILL)

@@ -1,7 +1,8 @@
 """End runs by signals at different moments and check that nothing is left behind: `python -m tests.endings.endings`.
 
-The check looks at the process table, /dev/shm, the directory for temporary files, and the run's directory. Then the
-same command resumes the run, which must reach the metrics of an undisturbed run.
+The check looks at the process table, /dev/shm, the directory for temporary files, and the run's directory. Each run has
+a /dev/shm that no other program shares. Then the same command resumes the run, which must reach the metrics of an
+undisturbed run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from mrl.children import children_of
 from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
@@ -140,12 +143,12 @@ class Workplace:
 
 def complaints(place: Workplace, ending: Ending) -> list[str]:
     """Run, end the run in this way, resume it, and return the faults found."""
-    name, faults, shared = str(ending).replace(" ", "-"), [], set(os.listdir("/dev/shm"))
+    name, faults = str(ending).replace(" ", "-"), []
     restarts = ["training.max_restarts=2"] if ending.target in WATCHED else []
     seen: set[Process] = set()
-    with _temporary() as temporary, (place.directory / f"{name}.log").open("w+") as log:
+    with _temporary() as temporary, _temporary() as shared, (place.directory / f"{name}.log").open("w+") as log:
         environment = place.environment(temporary)
-        command = place.command(name, *restarts)
+        command = with_shared_memory(shared, place.command(name, *restarts))
         run = subprocess.Popen(
             command, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=_default_signals
         )
@@ -218,29 +221,24 @@ def _target(run: subprocess.Popen[bytes], target: str) -> int:
     raise AssertionError(f"no process {target} was found within {LIMIT_S:g} s")
 
 
-OF_A_TEST = "test-"
-"""Prefix of shared memory that belongs to a test running at the same time."""
+def with_shared_memory(directory: Path, command: Sequence[str]) -> list[str]:
+    """Return a command that runs `command`, in the same process, with `directory` as its /dev/shm."""
+    mount = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    mount += ["sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(directory)]
+    if refusal := subprocess.run([*mount, "true"], capture_output=True, text=True, check=False).stderr:
+        pytest.skip(f"this machine allows no mount namespace: {refusal}")
+    return [*mount, *command]
 
 
-def leftovers(seen: set[Process], temporary: Path, shared: set[str]) -> list[str]:
+def leftovers(seen: set[Process], *directories: Path) -> list[str]:
+    """Return what is left of these processes and in these directories after a few seconds."""
     deadline = time.monotonic() + GONE_S
     while True:
         left = [f"process {process[0]} stays: {_command(process[0])}" for process in seen if is_there(process)]
-        left += [f"{path} stays" for path in temporary.iterdir()]
-        new = {name for name in os.listdir("/dev/shm") if not name.startswith(OF_A_TEST)} - shared
-        left += [f"/dev/shm/{name} stays" for name in new if not _is_mapped(name)]
+        left += [f"{path} stays" for directory in directories for path in directory.iterdir()]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)
-
-
-def _is_mapped(name: str) -> bool:
-    """Return whether a process uses shared memory. The run's processes have ended, so it belongs to another program."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            if f"/dev/shm/{name}" in maps.read_text():
-                return True
-    return False
 
 
 def below(pid: int) -> set[Process]:

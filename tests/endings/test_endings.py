@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.endings.endings import ENDINGS, Ending, Workplace, complaints, identities, leftovers
+from tests.endings.endings import ENDINGS, Ending, Workplace, complaints, identities, leftovers, with_shared_memory
 
 SEED = int(os.environ.get("MRL_ENDINGS_SEED", "1"))
 TARGETS = ("group", "supervisor", "raylet", "gcs_server")  # tests/controller kills the driver
@@ -33,6 +35,9 @@ def test_every_process_is_ended_in_every_phase() -> None:
 
 
 def test_the_witness_sees_what_stays(tmp_path: Path) -> None:
-    (tmp_path / "token").touch()
-    left = leftovers(set(identities({os.getpid()})), tmp_path, set(os.listdir("/dev/shm")))
-    assert [line.split()[0] for line in left[:2]] == ["process", f"{tmp_path}/token"]
+    (shared := tmp_path / "shared").mkdir()
+    command = with_shared_memory(shared, [sys.executable, "-c", "open('/dev/shm/segment', 'w')"])
+    subprocess.run(command, check=True)
+    left = leftovers(set(identities({os.getpid()})), shared)
+    assert [line.split()[0] for line in left] == ["process", f"{shared}/segment"]
+    assert not Path("/dev/shm/segment").exists(), "the machine's own is left alone"

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from tests.endings.endings import OF_A_TEST
 from tests.system_calls import SystemCall, watched
 
 MAKES = ("openat", "mkdir", "rename")
@@ -32,7 +31,7 @@ LIMIT_S = 200.0
 @pytest.fixture
 def memory() -> Iterator[Path]:
     """A directory in memory: nothing here depends on how long a disk takes."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix=OF_A_TEST) as directory:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mrl-test-") as directory:
         yield Path(directory)
 
 
