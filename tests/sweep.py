@@ -2,7 +2,8 @@
 
 `MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=6` skips the cases that have not started after
 6 minutes. `MRL_SWEEP_RECORD=1` writes the date on which each case last passed to `tests/sweep.json`, which
-docs/benchmarks.md shows. A case without a record is run and reported, but its failure fails no part.
+docs/benchmarks.md shows; a recorded case that fails keeps its record, with the date of the failure. A case without a
+record is run and reported, but its failure fails no part.
 """
 
 from __future__ import annotations
@@ -88,6 +89,6 @@ class SweepRecord:
         today, tested = time.strftime("%Y-%m-%d"), commit()[:7]
         for case in self._called - self._failed:
             known[case] = {"date": today, "commit": tested, "minutes": round(self._seconds[case] / 60, 1)}
-        for case in self._failed:
-            known.pop(case, None)  # a failed case has no valid record
+        for case in self._failed & known.keys():  # it stays, so that its part keeps failing until it passes
+            known[case]["failed"] = today
         self.path.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The parts of the sweep cover all its cases, and a failed case loses its record."""
+"""The parts of the sweep cover all its cases, and a case that fails is recorded as failed until it passes."""
 
 from __future__ import annotations
 
@@ -29,23 +29,27 @@ def test_a_part_is_chosen_by_commit_or_by_number(choice: str) -> None:
     assert choice == "commit" or number == 2
 
 
-def test_the_record_keeps_passes_and_forgets_what_failed(tmp_path: Path) -> None:
+def test_the_record_has_the_last_pass_and_a_failure_since(tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     before = {"date": "2026-01-01", "commit": "abc", "minutes": 1.0}
-    path.write_text(json.dumps({"other": before, "broken": before, "again": before, "skipped": before}))
+    path.write_text(
+        json.dumps({"other": before, "broken": before, "mended": before | {"failed": "2026-01-02"}, "skipped": before})
+    )
     record = SweepRecord(path)
-    outcomes = [("again", "call", "passed"), ("broken", "call", "passed"), ("broken", "teardown", "failed")]
-    for case, when, outcome in [*outcomes, ("skipped", "setup", "skipped")]:
+    outcomes = [("mended", "call", "passed"), ("broken", "call", "passed"), ("broken", "teardown", "failed")]
+    for case, when, outcome in [*outcomes, ("skipped", "setup", "skipped"), ("new", "call", "failed")]:
         report: Any = SimpleNamespace(nodeid=case, when=when, duration=60.0)
         record.pytest_runtest_logreport(
             report.__class__(**vars(report), passed=outcome == "passed", failed=outcome == "failed")
         )
     record.pytest_sessionfinish()
     kept = json.loads(path.read_text())
-    assert kept.keys() == {"other", "again", "skipped"}
+    assert kept.keys() == {"other", "mended", "broken", "skipped"}, "a case that never passed has no record"
     assert kept["other"] == kept["skipped"] == before
-    assert kept["again"]["minutes"] == 1.0
-    assert kept["again"]["date"] > "2026-01-01"
+    assert kept["mended"].keys() == before.keys()
+    assert kept["mended"]["date"] > "2026-01-01"
+    assert kept["broken"].pop("failed") > "2026-01-01"
+    assert kept["broken"] == before
 
 
 def test_only_a_case_without_a_record_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

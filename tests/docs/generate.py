@@ -248,13 +248,14 @@ def first_line(file: Path) -> str:
 def sweep() -> str:
     """List the dates on which the cases of the sweep last passed, by file, the oldest first."""
     by_file: dict[str, list[dict[str, Any]]] = {}
-    for case, passed in json.loads(RECORD.read_text(encoding="utf-8")).items():
-        by_file.setdefault(case.partition("::")[0], []).append(passed)
-    rows = [
-        (f"`{file}`", f"{len(cases)}", min(case["date"] for case in cases), max(case["date"] for case in cases))
-        for file, cases in by_file.items()
-    ]
-    return table(("file", "cases that passed", "oldest", "newest"), sorted(rows, key=lambda row: row[2]))
+    for case, record in json.loads(RECORD.read_text(encoding="utf-8")).items():
+        by_file.setdefault(case.partition("::")[0], []).append(record)
+    rows = []
+    for file, records in by_file.items():
+        dates, failed = [record["date"] for record in records], sum("failed" in record for record in records)
+        rows.append((f"`{file}`", f"{len(records)}", min(dates), max(dates), f"{failed or ''}"))
+    columns = ("file", "cases that passed", "oldest", "newest", "have failed since")
+    return table(columns, sorted(rows, key=lambda row: row[2]))
 
 
 # --- CONTRIBUTING.md --------------------------------------------------------------------------------------------
