@@ -28,6 +28,7 @@ VERBS = {
     "data": ("mrl.cli.data", "write a published data set as the files that presets expect"),
     "check": ("mrl.cli.check", "check everything that a run needs before it starts"),
     "plan": ("mrl.cli.plan", "show whether a configuration fits, its memory, and the time of a step"),
+    "rehearse": ("mrl.cli.rehearse", "run each kind of rank at full size without GPUs, and measure its memory"),
     "verify": ("mrl.cli.verify", "compare the layouts of a configuration with one rank and with transformers"),
     "env": ("mrl.cli.env", "list versions and devices, and which parts of the stack work on this machine"),
     "train": ("mrl.cli.train", "train a model with a configuration"),

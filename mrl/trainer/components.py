@@ -228,6 +228,11 @@ def started_groups(
 
 def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     """Start the processes of a role. Models are loaded later, for all roles at the same time."""
+    return RayWorkerGroup(role, role_worker(role, config), role_mesh(config, role), context)
+
+
+def role_worker(role: str, config: Config) -> RayClassWithInitArgs:
+    """Return the worker of a role with its arguments: mrl's or the user's."""
     horizon, distillation = config.rollout.max_response_tokens, config.algorithm.distillation
     arguments: dict[str, list[Any]] = {
         "actor": [config.algorithm, config.rollout.temperature, horizon],
@@ -238,8 +243,7 @@ def _start(role: str, config: Config, context: RunContext) -> RayWorkerGroup:
     }
     kind = kind_of(role)
     worker_class = config.model_roles()[role].worker or _WORKERS[kind]
-    worker = RayClassWithInitArgs(worker_class, model_setup(role, config), *arguments[kind])
-    return RayWorkerGroup(role, worker, role_mesh(config, role), context)
+    return RayClassWithInitArgs(worker_class, model_setup(role, config), *arguments[kind])
 
 
 @contextmanager

@@ -1,0 +1,116 @@
+"""`mrl rehearse`: run the training code of each kind of rank at full size, without GPUs, and measure its memory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mrl.cli.arguments import add_config, aligned, load_one
+from mrl.errors import ConfigError, Problem, did_you_mean
+from mrl.plan.assumptions import GIB
+from mrl.plan.memory import gib, role_stages
+from mrl.plan.plan_input import Planned, make_plan_input
+
+if TYPE_CHECKING:
+    from mrl.rehearse.comparison import Compared
+    from mrl.rehearse.processes import Rehearsed
+
+EXAMPLE = "mrl rehearse configs/ppo-llama3.1-70b-8n8g.yaml --role actor"
+_DOES_NOT_FIT = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument("--role", help="rehearse only this role")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", metavar="RANK", help="rehearse only the kinds of these ranks; default: all kinds"
+    )
+    parser.add_argument("--model", help="model whose sizes to use: a directory, or a published model; default: model.path")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file (`-`: only to the output)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the memory of every kind of rank next to the plan's. Return 2 if one does not fit."""
+    resolved = load_one(arguments.config)
+    subject = make_plan_input(resolved, None, arguments.model)
+    # Import late: a wrong configuration fails before torch and Megatron load.
+    from mrl.rehearse.comparison import compared
+    from mrl.rehearse.processes import rehearse
+    from mrl.rehearse.rank_kinds import rank_kinds
+
+    roles = _roles(subject, arguments.role)
+    kinds = [kind for role in roles for kind in rank_kinds(subject.config, role, subject.specs[role])]
+    if arguments.ranks:
+        kinds = [kind for kind in kinds if set(arguments.ranks) & set(kind.ranks)]
+    show = (lambda text: None) if arguments.json == "-" else (lambda text: print(text, flush=True))
+    show(f"{resolved.path}: {len(kinds)} kinds of ranks, at full size on this machine's CPU")
+    fits, listed = True, []
+    for done in rehearse(kinds, arguments.config, arguments.model, _progress):
+        rows = list(compared(subject, done.kind.role, done.kind.stages[0], done.phases))
+        show("\n".join(["", *_lines(done, rows)]))
+        listed.append(_values(done, rows))
+        fits &= _fits(subject, done)
+    if arguments.json:
+        text = json.dumps(listed, indent=1)
+        print(text) if arguments.json == "-" else _write(arguments.json, text)
+    show("\n" + _verdict(subject, fits))
+    return 0 if fits else _DOES_NOT_FIT
+
+
+def _roles(subject: Planned[Any], role: str | None) -> list[str]:
+    roles = list(subject.specs)
+    if role is None:
+        return roles
+    if role not in roles:
+        what = f'"{role}" is not a role of this configuration; its roles are {", ".join(roles)}'
+        raise ConfigError([Problem("command line", "--role", what, did_you_mean(role, roles))])
+    return [role]
+
+
+def _progress(kind: object) -> None:
+    print(f"rehearsing {kind}", file=sys.stderr, flush=True)
+
+
+def _lines(done: Rehearsed, rows: Sequence[Compared]) -> Iterator[str]:
+    yield f"{done.kind}: {done.num_parameters / 1e9:.3f} billion parameters, {done.seconds:.0f} s"
+    table: list[Sequence[str]] = [("phase, GiB", "before", "peak", "after", "plan", "difference")]
+    for row in rows:
+        memory = row.memory
+        sizes = [f"{size / GIB:.2f}" for size in (memory.before, memory.peak, memory.after)]
+        planned = ("", "") if row.planned is None else (f"{row.planned / GIB:.2f}", f"{row.difference / GIB:+.2f}")
+        table.append((memory.name, *sizes, *planned))
+    yield from aligned(table)
+    fullest = max((row.memory for row in rows), key=lambda memory: memory.peak)
+    yield f"  largest at the peak of `{fullest.name}`:"
+    yield from aligned([("", gib(size), str(maker)) for maker, size in fullest.holders])
+    for row in rows:
+        if row.differs:
+            yield f"  `{row.memory.name}` differs from the plan by {row.difference / GIB:+.2f} GiB"
+
+
+def _values(done: Rehearsed, rows: Sequence[Compared]) -> dict[str, Any]:
+    phases = [dataclasses.asdict(row.memory) | {"planned": row.planned} for row in rows]
+    kind = {"role": done.kind.role, "rank": done.kind.rank, "stages": done.kind.stages}
+    return kind | {"num_parameters": done.num_parameters, "seconds": done.seconds, "phases": phases}
+
+
+def _fits(subject: Planned[Any], done: Rehearsed) -> bool:
+    """Return whether the role alone fits: its fullest phase and the process itself."""
+    process = role_stages(subject, done.kind.role)[done.kind.stages[0]].process
+    return max(phase.peak for phase in done.phases) + process <= subject.hardware.memory_bytes
+
+
+def _verdict(subject: Planned[Any], fits: bool) -> str:
+    device = f"{subject.hardware.name} with {gib(subject.hardware.memory_bytes)}"
+    if fits:
+        return f"Every role fits on {device}, if it is alone. `mrl plan` adds engines and roles on the same device."
+    return f"A role does not fit on {device}. `mrl plan` shows what would make it fit."
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")

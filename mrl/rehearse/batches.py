@@ -1,0 +1,83 @@
+"""Batches of the largest or of given lengths, with every column that a call reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mrl.config.arithmetic import longest_sample_tokens, role_batch
+from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig, RankedConfig, SftConfig
+from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
+
+_FLOATS = ("advantages", "returns", "values", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Lengths of a prompt and its response."""
+
+    prompt: int
+    response: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.response
+
+
+MicroBatches = list[list[Sample]]
+
+
+def largest(config: AnyConfig, role: str) -> list[Sample]:
+    """Return a full micro-batch in which as many tokens as possible are scored: rows of the longest response."""
+    limits = config.batch if isinstance(config, SftConfig) else config.rollout
+    longest = min(longest_sample_tokens(limits), limits.max_response_tokens + 1)
+    full, rest = divmod(role_batch(config, role).tokens_per_micro_batch, longest)
+    rows = [Sample(1, longest - 1)] * full + [Sample(1, rest - 1)] * (rest > 1)
+    if isinstance(config, RankedConfig) and config.is_of_pairs() and len(rows) % 2:  # both responses of a pair
+        rows = [*rows[:-1], *_halves(rows[-1])]
+    return rows
+
+
+def smallest(rows: list[Sample]) -> list[Sample]:
+    """Return a part of a micro-batch: the last row, or the last pair."""
+    return rows[-2:]
+
+
+def num_micro_batches(config: AnyConfig, role: str, stage: int) -> int:
+    """Return as many micro-batches as a stage keeps for backward at a time, but no more than an update has."""
+    layout = config.model_roles()[role].parallel
+    if layout.vpp == 1:
+        return min(layout.pp - stage + 1, max(role_batch(config, role).max_micro_batches, 1))
+    chunks = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
+    return layout.pp * -(-chunks // (layout.vpp * layout.pp))
+
+
+def _halves(sample: Sample) -> tuple[Sample, Sample]:
+    half = sample.response // 2
+    return Sample(1, half), Sample(1, sample.response - half - 1)
+
+
+def batch_of(micro_batches: Sequence[Sequence[Sample]], columns: Sequence[str], vocab: int) -> DataProto:
+    """Return a batch with these rows and columns. Tokens are drawn, and floats have no contents."""
+    samples = [sample for rows in micro_batches for sample in rows]
+    prompts, responses = (np.array([getattr(s, part) for s in samples]) for part in ("prompt", "response"))
+    made = {"prompts": jagged(_tokens(prompts, vocab), prompts), "responses": jagged(_tokens(responses, vocab), responses)}
+    total = int(responses.sum())
+    for name in columns:
+        if name in _FLOATS:
+            made[name] = jagged(torch.empty(total), responses)
+    if "rank" in columns:
+        made["rank"] = torch.arange(len(samples)) % 2
+    if "label" in columns:
+        made["label"] = torch.empty(len(samples))
+    return DataProto.from_dict(made)
+
+
+def _tokens(lengths: np.ndarray, vocab: int) -> Tensor:
+    return torch.randint(0, vocab, (int(lengths.sum()),))

@@ -1,0 +1,57 @@
+"""A model directory without weights: the model's config.json, and a reader that knows every tensor's shape."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mrl.errors import ModelError
+from mrl.models.families import read_spec
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Head, Shard, hf_tensors
+from mrl.plan.known_models import model_values
+
+
+def write_config(model: str, directory: Path) -> Path:
+    """Write the config.json of a model, from its files or of a published model, and return the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(dict(model_values(model))), encoding="utf-8")
+    return directory
+
+
+class TableReader:
+    """Stands in for the reader of safetensors files. Every tensor that the family has exists, and none has contents."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._shapes = hf_tensors(read_spec(path), "lm") | hf_tensors(read_spec(path), "score")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def check(self, spec: ModelSpec, head: Head, new_head: bool = False) -> None:
+        """A model without files has no file that could be wrong."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+
+def load_shard(reader: TableReader, shard: Shard, dtype: torch.dtype) -> Tensor:
+    """Check that every slice of the table lies inside its tensor. Return a tensor of the parameter's shape.
+
+    The real function reads into the host's memory, so this one makes nothing that counts on the device.
+    """
+    for piece in shard.pieces:
+        shape = reader.shape(piece.hf)
+        if len(shape) != len(piece.source) or any(
+            stop > size for (_, stop), size in zip(piece.source, shape, strict=True)
+        ):
+            raise ModelError(f"`{shard.name}` needs {piece.source} of {piece.hf}, which is {list(shape)}")
+    return torch.empty(1, dtype=dtype).expand(shard.shape)

@@ -1,0 +1,151 @@
+"""Rehearses one rank of one role: builds its model, makes every call of a step, and measures the memory of each.
+
+The worker is the one of a run, with its arguments, its loss and the user's settings. A process rehearses one rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+from mrl.config import step_calls
+from mrl.config.arithmetic import role_mesh
+from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig, RankedConfig
+from mrl.controller import RankInfo
+from mrl.engine import weights
+from mrl.engine.engine import MegatronEngine
+from mrl.plan.memory import scoring_phase
+from mrl.plan.plan_input import Planned
+from mrl.registry import load_attribute
+from mrl.rehearse import batches, model_files
+from mrl.rehearse.batches import MicroBatches
+from mrl.rehearse.fake_world import fake_world
+from mrl.rehearse.stand_ins import Replaced, StageMessages, replaced, stand_ins
+from mrl.rehearse.subject import without_unknown_kernels
+from mrl.rehearse.timeline import MemoryTimeline, PhaseMemory
+from mrl.trainer import supervised_tasks
+from mrl.trainer.components import kind_of, role_worker
+from mrl.trainer.supervised_tasks import supervised_setup, task_of
+from mrl.workers import model_worker
+from mrl.workers.model_worker import ModelWorker
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Memory of the phases of one rank."""
+
+    role: str
+    rank: int
+    stage: int
+    phases: tuple[PhaseMemory, ...]
+    num_parameters: int
+    seconds: float
+
+
+def rehearse_rank(subject: Planned[Any], role: str, rank: int) -> RankReport:
+    """Rehearse one rank of a role with the largest micro-batches."""
+    began = time.monotonic()
+    with TemporaryDirectory(prefix="mrl-rehearse-") as directory, ExitStack() as stack:
+        config = without_unknown_kernels(_with_sizes_only(subject, Path(directory))).config
+        mesh = role_mesh(config, role)
+        timeline = MemoryTimeline()
+        stack.enter_context(fake_world(rank, mesh.world_size, timeline.observe))
+        stack.enter_context(timeline.follows_resizing())
+        layout = config.model_roles()[role].parallel
+        messages = StageMessages(layout.tp if layout.sequence_parallel else 1)
+        stack.enter_context(stand_ins(messages))
+        stack.enter_context(replaced(_without_files_or_peers()))
+        place = RankInfo(role, rank, 0, mesh, cast(Any, None))
+        with timeline.phase(f"build {role}"):
+            worker = _worker(config, role, place)
+            worker.init_model()
+        messages.belongs_to(worker.engine)
+        for phase, call in _calls(config, role, worker):
+            with timeline.phase(phase):
+                call()
+        return RankReport(
+            role, rank, mesh.coordinates(rank).pp, tuple(timeline.phases), _held(worker.engine), time.monotonic() - began
+        )
+
+
+def _calls(config: AnyConfig, role: str, worker: ModelWorker) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the calls of a step with the names of their phases. The first update makes Adam's moments."""
+    spec, layout, rows = worker.engine.request.spec, config.model_roles()[role].parallel, batches.largest(config, role)
+    fewest = layout.pp if layout.vpp > 1 else 1
+    most = batches.num_micro_batches(config, role, worker.engine.groups.at.pp)
+    updates, scores = _methods(config, role, worker)
+
+    def calls(method: Method, micro_batches: MicroBatches) -> Callable[[], Any]:
+        sizes = [[len(part) for part in micro_batches]] * worker.place.mesh.dp
+        return lambda: getattr(worker, method.name)(batches.batch_of(micro_batches, method.columns, spec.vocab), sizes)
+
+    for method in updates:
+        yield "first update", calls(method, [batches.smallest(rows)] * fewest)
+    for method in scores:
+        yield scoring_phase(role), calls(method, [rows] * fewest)
+    for method in updates:
+        yield f"train {role}", calls(method, [rows] * most)
+    yield "offload", lambda: worker.offload("gradients", "optimizer", "parameters")
+    yield "onload", lambda: worker.onload("parameters", "gradients", "optimizer")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of a worker, and the columns that it reads."""
+
+    name: str
+    columns: tuple[str, ...]
+
+
+def _methods(config: AnyConfig, role: str, worker: ModelWorker) -> tuple[list[Method], list[Method]]:
+    """Return the methods that update, and those that only score. Advantages are computed on the host."""
+    if not isinstance(config, Config):
+        update = task_of(config).update
+        ranked = ("rank", "label") if isinstance(config, RankedConfig) else ()
+        return [Method(update, ranked)], []
+    made = [call for call in step_calls.step_calls(config) if call.role == kind_of(role)]
+    methods = [Method(call.method, (*call.reads, *call.optional)) for call in made]
+    scores = [method for method in methods if not method.name.startswith(("update", "compute_advantages"))]
+    return [method for method in methods if method.name.startswith("update")], scores
+
+
+def _worker(config: AnyConfig, role: str, place: RankInfo) -> ModelWorker:
+    if isinstance(config, Config):
+        made = role_worker(role, config)
+        worker_class, arguments = made.worker_class, made.args
+    else:
+        task = task_of(config)
+        worker_class, arguments = config.actor.worker or task.worker, (supervised_setup(config), *task.arguments)
+    worker: ModelWorker = load_attribute(worker_class)(place, *arguments)
+    return worker
+
+
+def _with_sizes_only(subject: Planned[Any], directory: Path) -> Planned[Any]:
+    """Return the subject with models of which only the config.json exists."""
+    models = {}
+    for role in subject.config.model_roles():
+        key, model = subject.config.model_of(role)
+        models[key] = str(model_files.write_config(model, directory / key))
+    return subject.with_changes_unchecked(models)
+
+
+def _without_files_or_peers() -> Replaced:
+    """Replace what reads a model's weights, and what meets other processes."""
+    return [
+        (model_worker, "HfReader", model_files.TableReader),
+        (weights, "load_shard", model_files.load_shard),
+        (model_worker, "take_device", lambda _: "fake"),
+        (supervised_tasks, "HfReader", model_files.TableReader),
+        (supervised_tasks, "padding_token", lambda _: 0),
+        (ModelWorker, "init_process_group", lambda *_: None),
+    ]
+
+
+def _held(engine: MegatronEngine) -> int:
+    return sum(parameter.numel() for model in engine.models for parameter in model.parameters())
