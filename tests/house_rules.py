@@ -29,7 +29,7 @@ LAYERS = (  # lowest first; units on one line never import each other
     {"rollout", "verify"},
     {"workers", "plan", "agents"},
     {"trainer"},
-    {"preflight", "demo"},
+    {"preflight", "demo", "rehearse"},
     {"launch"},
     {"cli"},
 )
@@ -40,7 +40,7 @@ LIBRARY_HOMES: dict[str, str | tuple[str, ...]] = {
     "tensordict": "protocol",
     "ray": "controller",
     "pyarrow": "data",
-    "megatron": "engine",
+    "megatron": ("engine", "rehearse"),
     "transformer_engine": "engine",
     "vllm": ("rollout", "weight_sync"),
     "huggingface_hub": "hub",

@@ -27,9 +27,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--role", help="rehearse only this role")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", metavar="RANK", help="rehearse only the kinds of these ranks; default: all kinds"
+        "--ranks",
+        type=int,
+        nargs="+",
+        metavar="RANK",
+        help="rehearse only the kinds of these ranks; default: all kinds",
     )
-    parser.add_argument("--model", help="model whose sizes to use: a directory, or a published model; default: model.path")
+    parser.add_argument(
+        "--model", help="model whose sizes to use: a directory, or a published model; default: model.path"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file (`-`: only to the output)")
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mrl.config.arithmetic import longest_sample_tokens, role_batch
-from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RankedConfig, SftConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
@@ -19,7 +18,7 @@ _FLOATS = ("advantages", "returns", "values", "old_log_probs", "ref_log_probs", 
 
 
 @dataclass(frozen=True)
-class Sample:
+class RowLengths:
     """Lengths of a prompt and its response."""
 
     prompt: int
@@ -30,21 +29,21 @@ class Sample:
         return self.prompt + self.response
 
 
-MicroBatches = list[list[Sample]]
+MicroBatches = list[list[RowLengths]]
 
 
-def largest(config: AnyConfig, role: str) -> list[Sample]:
+def largest(config: AnyConfig, role: str) -> list[RowLengths]:
     """Return a full micro-batch in which as many tokens as possible are scored: rows of the longest response."""
     limits = config.batch if isinstance(config, SftConfig) else config.rollout
     longest = min(longest_sample_tokens(limits), limits.max_response_tokens + 1)
     full, rest = divmod(role_batch(config, role).tokens_per_micro_batch, longest)
-    rows = [Sample(1, longest - 1)] * full + [Sample(1, rest - 1)] * (rest > 1)
+    rows = [RowLengths(1, longest - 1)] * full + [RowLengths(1, rest - 1)] * (rest > 1)
     if isinstance(config, RankedConfig) and config.is_of_pairs() and len(rows) % 2:  # both responses of a pair
         rows = [*rows[:-1], *_halves(rows[-1])]
     return rows
 
 
-def smallest(rows: list[Sample]) -> list[Sample]:
+def smallest(rows: list[RowLengths]) -> list[RowLengths]:
     """Return a part of a micro-batch: the last row, or the last pair."""
     return rows[-2:]
 
@@ -58,16 +57,19 @@ def num_micro_batches(config: AnyConfig, role: str, stage: int) -> int:
     return layout.pp * -(-chunks // (layout.vpp * layout.pp))
 
 
-def _halves(sample: Sample) -> tuple[Sample, Sample]:
-    half = sample.response // 2
-    return Sample(1, half), Sample(1, sample.response - half - 1)
+def _halves(row: RowLengths) -> tuple[RowLengths, RowLengths]:
+    half = row.response // 2
+    return RowLengths(1, half), RowLengths(1, row.response - half - 1)
 
 
-def batch_of(micro_batches: Sequence[Sequence[Sample]], columns: Sequence[str], vocab: int) -> DataProto:
+def batch_of(micro_batches: Sequence[Sequence[RowLengths]], columns: Sequence[str], vocab: int) -> DataProto:
     """Return a batch with these rows and columns. Tokens are drawn, and floats have no contents."""
     samples = [sample for rows in micro_batches for sample in rows]
     prompts, responses = (np.array([getattr(s, part) for s in samples]) for part in ("prompt", "response"))
-    made = {"prompts": jagged(_tokens(prompts, vocab), prompts), "responses": jagged(_tokens(responses, vocab), responses)}
+    made = {
+        "prompts": jagged(_tokens(prompts, vocab), prompts),
+        "responses": jagged(_tokens(responses, vocab), responses),
+    }
     total = int(responses.sum())
     for name in columns:
         if name in _FLOATS:

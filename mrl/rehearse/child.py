@@ -10,11 +10,15 @@ import json
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
+from typing import Any
 
 from mrl.engine.cpu_shim import import_megatron
+
+_INNER = ("site-packages/torch/", "mrl/rehearse/")
+"""Files whose lines are not shown: they only carry out what was called."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -25,14 +29,18 @@ def main(arguments: Sequence[str]) -> None:
     from mrl.rehearse.subject import rehearsal_subject
 
     subject = rehearsal_subject(path, overrides, model or None)
-    print(json.dumps(asdict(rehearse_rank(subject, role, int(rank)))))
+    _answer(asdict(rehearse_rank(subject, role, int(rank))))
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error with the innermost line of mrl, Megatron or the user."""
-    frames = [frame for frame in traceback.extract_tb(trace) if "site-packages/torch/" not in frame.filename]
+    frames = [frame for frame in traceback.extract_tb(trace) if not any(part in frame.filename for part in _INNER)]
     place = f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
-    print(json.dumps({"error": f"{kind.__name__}: {error}", "place": place, "code": frames[-1].line if frames else ""}))
+    _answer({"error": f"{kind.__name__}: {error}", "place": place, "code": frames[-1].line if frames else ""})
+
+
+def _answer(values: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
-
 Observer = Callable[[Any, tuple[Any, ...], Any], None]
 """Is called after every operation on floats, with the operation, its arguments and its result."""
 
@@ -58,7 +56,12 @@ class _RealIntegers(TorchDispatchMode):
         if _is_real(func, tensors, options):
             with unset_fake_temporarily():
                 return func(*args, **options)
-        result = func(*args, **options)
+        if func is torch.ops.aten.masked_select.default and not isinstance(args[1], FakeTensor):
+            with unset_fake_temporarily():
+                count = int(args[1].expand(args[0].shape).sum())
+            result = args[0].new_empty(count)
+        else:
+            result = func(*args, **options)
         self._observe(func, args, result)
         return result
 
@@ -94,7 +97,14 @@ def _is_real(func: Any, tensors: Sequence[Tensor], options: Mapping[str, Any]) -
 
 
 def _answer(func: Any, args: tuple[Any, ...]) -> Any:
-    """Return the answer of a collective that has already come to an end: its own output tensors."""
+    """Return the answer of a collective that has come to an end: its own outputs.
+
+    Integers are gathered as if every rank had sent what this one sends. Other outputs keep their values.
+    """
+    with unset_fake_temporarily():
+        if func is torch.ops.c10d._allgather_base_.default and not isinstance(args[0], FakeTensor):
+            args[0].copy_(args[1].repeat(len(args[0]) // len(args[1]), *[1] * (args[1].ndim - 1)))
+        elif func is torch.ops.c10d.alltoall_base_.default and not isinstance(args[0], FakeTensor):
+            args[0].copy_(args[1])
     work = FakeWork().boxed()
-    results = len(func._schema.returns)
-    return work if results == 1 else (args[0], work)
+    return work if len(func._schema.returns) == 1 else (args[0], work)

@@ -24,7 +24,7 @@ def write_config(model: str, directory: Path) -> Path:
 
 
 class TableReader:
-    """Stands in for the reader of safetensors files. Every tensor that the family has exists, and none has contents."""
+    """Replaces the reader of safetensors files. Every tensor that the family has exists, and none has contents."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

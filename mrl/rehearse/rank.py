@@ -6,7 +6,7 @@ The worker is the one of a run, with its arguments, its loss and the user's sett
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,15 @@ from mrl.config.sft import AnyConfig, RankedConfig
 from mrl.controller import RankInfo
 from mrl.engine import weights
 from mrl.engine.engine import MegatronEngine
+from mrl.models.spec import ModelSpec
+from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.memory import scoring_phase
 from mrl.plan.plan_input import Planned
 from mrl.registry import load_attribute
 from mrl.rehearse import batches, model_files
 from mrl.rehearse.batches import MicroBatches
 from mrl.rehearse.fake_world import fake_world
-from mrl.rehearse.stand_ins import Replaced, StageMessages, replaced, stand_ins
+from mrl.rehearse.stand_ins import Replaced, Routing, StageMessages, answers, gpu_kernels, replaced
 from mrl.rehearse.subject import without_unknown_kernels
 from mrl.rehearse.timeline import MemoryTimeline, PhaseMemory
 from mrl.trainer import supervised_tasks
@@ -59,8 +61,9 @@ def rehearse_rank(subject: Planned[Any], role: str, rank: int) -> RankReport:
         stack.enter_context(timeline.follows_resizing())
         layout = config.model_roles()[role].parallel
         messages = StageMessages(layout.tp if layout.sequence_parallel else 1)
-        stack.enter_context(stand_ins(messages))
-        stack.enter_context(replaced(_without_files_or_peers()))
+        routing = _routing(mesh.coordinates(rank).ep, layout.ep, subject.specs[role])
+        by_hand = [*gpu_kernels(), *answers(messages, routing), *_without_files_or_peers()]
+        stack.enter_context(replaced(by_hand))
         place = RankInfo(role, rank, 0, mesh, cast(Any, None))
         with timeline.phase(f"build {role}"):
             worker = _worker(config, role, place)
@@ -70,7 +73,12 @@ def rehearse_rank(subject: Planned[Any], role: str, rank: int) -> RankReport:
             with timeline.phase(phase):
                 call()
         return RankReport(
-            role, rank, mesh.coordinates(rank).pp, tuple(timeline.phases), _held(worker.engine), time.monotonic() - began
+            role,
+            rank,
+            mesh.coordinates(rank).pp,
+            tuple(timeline.phases),
+            _held(worker.engine),
+            time.monotonic() - began,
         )
 
 
@@ -104,7 +112,7 @@ class Method:
 
 
 def _methods(config: AnyConfig, role: str, worker: ModelWorker) -> tuple[list[Method], list[Method]]:
-    """Return the methods that update, and those that only score. Advantages are computed on the host."""
+    """Return the methods that update, and the methods that only score. Advantages are computed on the host."""
     if not isinstance(config, Config):
         update = task_of(config).update
         ranked = ("rank", "label") if isinstance(config, RankedConfig) else ()
@@ -133,6 +141,14 @@ def _with_sizes_only(subject: Planned[Any], directory: Path) -> Planned[Any]:
         key, model = subject.config.model_of(role)
         models[key] = str(model_files.write_config(model, directory / key))
     return subject.with_changes_unchecked(models)
+
+
+def _routing(ep_rank: int, ep: int, spec: ModelSpec) -> Routing:
+    """Return a routing in which this rank is as busy as the plan assumes for the busiest."""
+    if spec.moe is None or ep == 1:
+        return Routing(range(0), 1.0)
+    num_local = spec.moe.num_experts // ep
+    return Routing(range(ep_rank * num_local, (ep_rank + 1) * num_local), ASSUMPTIONS.expert_imbalance)
 
 
 def _without_files_or_peers() -> Replaced:

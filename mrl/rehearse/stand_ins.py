@@ -1,4 +1,4 @@
-"""What a rehearsal answers by hand, each with its reason. Everything else is the code of a run on GPUs.
+"""Everything that a rehearsal answers by hand, each with its reason. Everything else is the code of a run on GPUs.
 
 There are three kinds: kernels of GPUs, which have no shape function on a CPU (their stand-in makes the tensors that the
 kernel makes, and keeps for backward what it keeps); answers of other ranks; and branches of libraries on the values of
@@ -10,14 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from megatron.core import optimizer
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import layers as linear_layers
+from megatron.core.transformer.moe import router
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from mrl.engine import layer_spec, vocab_head
@@ -25,9 +31,9 @@ from mrl.engine.engine import MegatronEngine
 from mrl.engine.offload import HostMirroredStorage
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.pipeline_p2p import OrderedP2PCommunicator
+from mrl.rehearse import kernels
 
 _MISSING = object()
-
 
 Replaced = list[tuple[Any, str, Any]]
 """An object, the name of an attribute, and its value for the time of a rehearsal."""
@@ -46,39 +52,44 @@ def replaced(attributes: Replaced) -> Iterator[None]:
             delattr(owner, name) if original is _MISSING else setattr(owner, name, original)
 
 
-@contextmanager
-def stand_ins(messages: StageMessages) -> Iterator[None]:
-    """Replace everything that a rehearsal answers by hand, for the block."""
-    attributes: Replaced = [
-        # Kernels of GPUs. The attention of CPUs keeps dense blocks; GPUs run the variable-length kernel.
+def gpu_kernels() -> Replaced:
+    """Return kernels of GPUs instead of the CPU's own code."""
+    return [
+        # The attention of CPUs keeps dense blocks of rows; GPUs run the variable-length kernel.
         (layer_spec, "_in_blocks", layer_spec._varlen),
         # The vocabulary head has smaller tiles on a CPU, and multiplies in float32 there.
         (vocab_head, "TILE_BYTES", vocab_head.TILE_BYTES | {"cpu": vocab_head.TILE_BYTES["cuda"]}),
         (vocab_head, "_operand_dtype", _operand_dtype),
-        # Transformer Engine's norm keeps its input and a number per token; mrl's own keeps a float32 copy as well.
-        (layer_spec.RmsNorm, "forward", _norm),
-        (rope_utils, "fused_apply_rotary_pos_emb_thd", _rotate),
-        # torch's compiler fuses these two on GPUs, so that they make nothing but their result.
-        (fused_bias_swiglu, "swiglu", _half),
-        (fused_bias_swiglu, "swiglu_back", lambda grad, y: torch.empty_like(y)),
-        (clip_grads, "l2_norm_impl", _norm_of_gradients),
-        (clip_grads, "multi_tensor_scale_impl", lambda *_: None),
-        # Apex adds the gradient of a weight to its buffer.
-        (linear_layers, "fused_weight_gradient_mlp_cuda", _AddToBuffer, ),
+        # Kernels of Transformer Engine and Apex, which need CUDA, and what torch's compiler fuses.
+        (layer_spec.RmsNorm, "forward", kernels.norm),
+        (rope_utils, "fused_apply_rotary_pos_emb_thd", kernels.rotate),
+        (fused_bias_swiglu, "swiglu", kernels.swiglu),
+        (fused_bias_swiglu, "swiglu_back", kernels.swiglu_back),
+        (SequentialMLP, "forward", kernels.experts),
+        (linear_layers, "fused_weight_gradient_mlp_cuda", kernels.AddToBuffer),
         (linear_layers, "_grad_accum_fusion_available", True),
-        # Answers of other ranks.
+        (optimizer, "Adam", partial(torch.optim.AdamW, fused=True)),
+    ]
+
+
+def answers(messages: StageMessages, routing: Routing) -> Replaced:
+    """Return what depends on other ranks, on the values of floats, or on contents that fake tensors do not have."""
+    return [
         (P2PCommunicator, "_communicate_shapes", messages.shapes),
         (OrderedP2PCommunicator, "_communicate_shapes", messages.shapes),
         (torch.distributed, "all_gather_object", _gather_own),
-        # Copies to the host and back have no contents. A buffer on the host is not memory of the device.
+        # Which experts a token takes depends on the values of its logits.
+        (router, "topk_routing_with_score_function", routing.of(router.topk_routing_with_score_function)),
+        # The norm of all gradients is one number. Megatron's own function makes a tensor from a list of them.
+        (clip_grads, "l2_norm_impl", lambda *_: (torch.empty(1), None)),
+        (clip_grads, "multi_tensor_scale_impl", lambda *_: None),
+        # Copies to the host and back have no contents, and a buffer on the host is no memory of the device.
         (HostMirroredStorage, "new_host_buffer", _host_buffer),
         (HostMirroredStorage, "_contents", lambda _: []),
         (HostMirroredStorage, "_slots", lambda _, host: []),
-        # A fake parameter cannot be replaced by its copy, and is on the device already.
+        # A fake parameter cannot be replaced by its copy on a device, and it is there already.
         (torch.nn.Module, "to", lambda self, *_, **__: self),
     ]
-    with replaced(attributes):
-        yield
 
 
 class StageMessages:
@@ -115,43 +126,51 @@ class StageMessages:
         return answer
 
 
+class Routing:
+    """Which experts the tokens take: all equally often, except that those of this rank take `skew` times as many."""
+
+    def __init__(self, own_experts: range, skew: float) -> None:
+        self._own, self._skew = np.array(own_experts, np.int64), skew
+        self._made: dict[tuple[int, int, int], Tensor] = {}
+
+    def of(self, route: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return Megatron's function with a real map of experts."""
+
+        def routed(logits: Tensor, topk: int, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            probs, _ = route(logits, topk, *rest, **options)
+            return probs, self.experts_of(*logits.shape, topk)
+
+        return routed
+
+    def experts_of(self, num_tokens: int, num_experts: int, topk: int) -> Tensor:
+        """Return which experts each token takes [tokens, experts].
+
+        The slots of all tokens are filled expert by expert. No expert fills more slots than there are tokens, so it
+        takes each token at most once.
+        """
+        if (key := (num_tokens, num_experts, topk)) not in self._made:
+            counts = self._counts(num_tokens * topk, num_experts, num_tokens)
+            chosen = torch.zeros(num_tokens, num_experts, dtype=torch.bool)
+            slots = np.arange(num_tokens * topk) % max(num_tokens, 1)
+            chosen[torch.from_numpy(slots), torch.from_numpy(np.repeat(np.arange(num_experts), counts))] = True
+            self._made[key] = chosen
+        return self._made[key]
+
+    def _counts(self, num_slots: int, num_experts: int, most: int) -> npt.NDArray[np.int64]:
+        """Return the number of slots of each expert."""
+        is_own = np.isin(np.arange(num_experts), self._own)
+        counts = np.zeros(num_experts, np.int64)
+        if not is_own.all() and is_own.any():
+            counts[is_own] = min(round(self._skew * num_slots / num_experts), most, num_slots // int(is_own.sum()))
+        open_experts = np.flatnonzero(counts == 0)
+        each, rest = divmod(num_slots - int(counts.sum()), max(len(open_experts), 1))
+        counts[open_experts] = each
+        counts[open_experts[:rest]] += 1
+        return counts
+
+
 def _operand_dtype(hidden_TH: Tensor, weight_VH: Tensor, dtype: torch.dtype) -> torch.dtype:
     return hidden_TH.dtype if hidden_TH.dtype == weight_VH.dtype else dtype
-
-
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _norm(self: layer_spec.RmsNorm, x: Tensor) -> Tensor:
-    return _Norm.apply(x, self.weight)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
-        ctx.save_for_backward(angles)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.empty_like(grads[0]), None
-
-
-def _rotate(x: Tensor, ends: Tensor, angles: Tensor, **_: Any) -> Tensor:
-    return _Rotation.apply(x, angles)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _half(y: Tensor) -> Tensor:
-    return y.new_empty(*y.shape[:-1], y.shape[-1] // 2)
 
 
 def _host_buffer(self: HostMirroredStorage) -> Tensor:
@@ -160,14 +179,6 @@ def _host_buffer(self: HostMirroredStorage) -> Tensor:
 
 def _norm_of_gradients(*_: Any) -> tuple[Tensor, None]:
     return torch.empty(1), None
-
-
-class _AddToBuffer:
-    @staticmethod
-    def wgrad_gemm_accum_fp32(*_: Any) -> None:
-        pass
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def _gather_own(answers: list[Any], own: Any, group: Any = None) -> None:

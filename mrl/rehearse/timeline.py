@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 _NOT_MAKERS = ("torch", "mrl.rehearse", "mrl.engine.cpu_shim", "contextlib", "functools")
 """Packages whose lines are skipped on the way to the line that made a tensor."""
@@ -59,7 +58,7 @@ class MemoryTimeline:
     def observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Note the storages that an operation has made."""
         for value in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(value, FakeTensor):
+            if isinstance(value, Tensor) and value.dtype.is_floating_point:
                 self._note(value)
 
     @contextmanager

@@ -1,0 +1,104 @@
+"""Stand-ins for kernels of GPUs: they make the tensors that the kernel makes, and keep for backward what it keeps.
+
+The sources of these kernels say what they keep: Transformer Engine's norms, rotary embedding and grouped products, and
+Megatron's fused activation, which torch's compiler fuses on GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps its input and one float32 number per token; mrl's own norm keeps its input in float32 as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def norm(module: Any, x: Tensor) -> Tensor:
+    normalized: Tensor = _Norm.apply(x, module.weight)  # type: ignore[no-untyped-call]
+    return normalized
+
+
+class _Rotation(torch.autograd.Function):
+    """Keeps the angles only: the gradient is the rotation by the negative angle."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
+        ctx.save_for_backward(angles)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(grads[0]), None
+
+
+def rotate(x: Tensor, ends: Tensor, angles: Tensor, **_: Any) -> Tensor:
+    rotated: Tensor = _Rotation.apply(x, angles)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+def swiglu(gate_and_up: Tensor) -> Tensor:
+    return gate_and_up.new_empty(*gate_and_up.shape[:-1], gate_and_up.shape[-1] // 2)
+
+
+def swiglu_back(grad: Tensor, gate_and_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_and_up)
+
+
+class AddToBuffer:
+    """The gradient of a weight is added to its buffer; nothing else is made."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(*_: Any) -> None:
+        pass
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The products of all experts of a rank in one call. Keeps its input, and adds the weights' gradients in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_columns: int, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return x.new_empty(x.shape[0], num_columns)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        for weight in weights:
+            weight.grad_added_to_main_grad = True
+        # An expanded number has the shape of a gradient and no memory.
+        return torch.empty_like(x), None, *(weight.new_empty(1).expand(weight.shape) for weight in weights)
+
+
+class _WeightedSwiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_and_up: Tensor, probs: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_and_up, probs)
+        return swiglu(gate_and_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate_and_up, probs = ctx.saved_tensors
+        return torch.empty_like(gate_and_up), torch.empty_like(probs)
+
+
+def experts(module: Any, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    """Run all experts of a rank as Transformer Engine's grouped layers do."""
+    inner, outer = ([getattr(e, name).weight for e in module.local_experts] for name in ("linear_fc1", "linear_fc2"))
+    gate_and_up = _GroupedProduct.apply(tokens, inner[0].shape[0], *inner)  # type: ignore[no-untyped-call]
+    activated = _WeightedSwiglu.apply(gate_and_up, probs)  # type: ignore[no-untyped-call]
+    return _GroupedProduct.apply(activated, outer[0].shape[0], *outer), None  # type: ignore[no-untyped-call]
