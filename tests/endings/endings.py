@@ -231,7 +231,7 @@ def with_shared_memory(directory: Path, command: Sequence[str]) -> list[str]:
 
 
 def leftovers(seen: set[Process], *directories: Path) -> list[str]:
-    """Return what is left of these processes and in these directories after a few seconds."""
+    """Return the leftovers of these processes and in these directories after a few seconds."""
     deadline = time.monotonic() + GONE_S
     while True:
         left = [f"process {process[0]} stays: {_command(process[0])}" for process in seen if is_there(process)]
