@@ -66,11 +66,6 @@ def test_each_row_has_its_own_response_and_score(tmp_path: Path) -> None:
     assert stage.progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_scores_keep_their_digits(tmp_path: Path) -> None:
-    batch = Stage(tmp_path, lambda sample: Score(1 / 3, {}, 0.0)).run().batch
-    assert batch["scores"].tolist() == [1 / 3] * 4
-
-
 def test_a_reward_is_told_everything_of_its_sample(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     stage.run()
@@ -190,13 +185,3 @@ def test_without_reward_functions_scores_begin_at_nothing(tmp_path: Path) -> Non
     assert rows_of(scored.batch, "responses") == TOKENS
     assert list(scored.batch["response_text"]) == TEXTS
     assert scored.metrics == {}
-
-
-def test_one_generator_serves_batch_after_batch(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
-    first = stage.run(step=1)
-    second = stage.run(prompts_of([2, 3]).take([1]), step=2)
-    assert first.batch["scores"].tolist() == [0.0, 0.25, 0.5, 0.75]
-    assert second.batch.row_ids.tolist() == [3]
-    assert second.batch["scores"].tolist() == [0.75]
-    assert second.metrics["reward/num_samples"] == 1

@@ -118,10 +118,6 @@ def test_the_pairs_of_a_list_weigh_one_together() -> None:
     assert found["val/margin"] == pytest.approx(((1 + 2 + 1) / 3 - 1) / 2)
 
 
-def test_losses_of_their_own_take_the_place_of_bradley_and_terry() -> None:
-    assert figures_of(("a", [(1.0, 1), (0.0, 1)]), ("b", [(1.0, 1), (0.0, 1)]), losses=[0.25, 0.75])["val/loss"] == 0.5
-
-
 @pytest.mark.parametrize(("scale", "error"), [(1.0, 0.0), (4.0, 0.157), (0.0, 0.285)], ids=["right", "over", "unsure"])
 def test_calibration_of_a_scorer(scale: float, error: float) -> None:
     """Labels are drawn by the probabilities that gaps stand for; a scorer of larger gaps is surer than it is right."""

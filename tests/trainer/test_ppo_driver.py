@@ -212,13 +212,6 @@ def test_a_step_that_learns_from_too_few_tokens_is_refused(tmp_path: Path) -> No
         assert found.trainer.num_steps_done == 0
 
 
-def test_the_first_step_begins_at_the_reference(tmp_path: Path) -> None:
-    with scene(make_config(tmp_path, algorithm={"kl": KL}), tmp_path) as found:
-        found.components.actor.kl = 0.01
-        with pytest.raises(AuditFailed, match=r"step 1: .*the KL to the reference is 0"):
-            found.trainer.step()
-
-
 def updates_of(found: Scene, done: int, num_rows: int = 8) -> list[list[int]]:
     """The row ids of each update, that many steps being done."""
     found.trainer.num_steps_done = done
@@ -316,12 +309,6 @@ def test_dynamic_sampling_goes_by_whole_scores(tmp_path: Path) -> None:
     with scene(make_config(tmp_path, algorithm=algorithm, reward_model=SCORER), tmp_path / "with", alike) as found:
         report = found.trainer.step()
     assert report.batch["scores"].tolist() == [0.5, 1.5, 2.5, 3.5]
-
-
-def test_without_remax_nothing_is_generated_greedily(tmp_path: Path) -> None:
-    with scene(make_config(tmp_path), tmp_path) as found:
-        found.trainer.step()
-    assert found.hybrid.samplings == [found.components.stream.collector.generator.training]
 
 
 def test_tokens_that_the_model_did_not_write_are_not_counted(tmp_path: Path) -> None:

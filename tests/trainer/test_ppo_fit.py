@@ -100,16 +100,6 @@ def test_a_checkpoint_is_the_best_only_by_a_validation_of_its_own(tmp_path: Path
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000005"
 
 
-def test_the_best_is_chosen_by_the_score_of_all_sources_together(tmp_path: Path) -> None:
-    with scene(config_of(tmp_path, validation={"every": 5}), tmp_path, validations=[0.1, 0.5]) as found:
-        whole = found.components.validator.run
-        others = {"val/score/prompts": 7.0, "val/score/solved/mean@1": 0.8, "val/easy/score/mean@1": 0.9}
-        found.components.validator.run = lambda step, models: others | whole(step, models)
-        found.trainer.fit()
-    manifest = json.loads((tmp_path / "checkpoints" / "step-000005" / "manifest.json").read_text())
-    assert manifest["state"]["best"] == 0.5
-
-
 def test_a_checkpoint_follows_a_new_best_where_it_is_to_be_kept(tmp_path: Path) -> None:
     """Steps 2 and 4 are better than any before; step 3 is not, and the last is saved in any case."""
     config = config_of(tmp_path, validation={"every": 1, "keep_best": True})

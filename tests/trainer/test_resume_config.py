@@ -9,7 +9,7 @@ from pathlib import Path
 from mrl.config.algorithm import KlConfig
 from mrl.config.schema import Config
 from mrl.trainer.run import describe_changes, resume_config
-from tests.trainer.fakes import CRITIC, make_config
+from tests.trainer.fakes import make_config
 
 LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "reward_models", "teacher"}
 LEARNT |= {"reference", "rollout", "agent", "asynchrony"}
@@ -55,9 +55,3 @@ def test_every_change_is_named_by_its_key_and_first_step(tmp_path: Path) -> None
         "actor.optimizer.new": "was None when this run began, is 2 from step 8 on",
         "algorithm.kl.coef": "was 0.001 when this run began, is 0.5 from step 8 on",
     }
-
-
-def test_a_role_that_came_or_went_is_a_change(tmp_path: Path) -> None:
-    alone, both = make_config(tmp_path), make_config(tmp_path, critic=CRITIC)
-    assert list(describe_changes(resume_config(alone), both, 0)) == ["critic"]
-    assert describe_changes(resume_config(both), alone, 0)["critic"].endswith(", is None from step 1 on")

@@ -98,13 +98,6 @@ def test_rows_are_stored_as_the_layout_of_the_model_wants_it() -> None:
     assert sizes == [[1, 1], [1, 1]], "each row takes up 8 tokens"
 
 
-def test_a_larger_budget_makes_fewer_micro_batches() -> None:
-    group = Group(written())
-    role_of(group, max_tokens=32).compute_ref_log_prob(batch_of(*LENGTHS))
-    ((_, sizes),) = group.calls
-    assert [len(of_shard) for of_shard in sizes] == [1, 1]
-
-
 def test_what_all_shards_say_alike_is_said_once() -> None:
     found, metrics = role_of(Group(written(kl=[0.5, 0.5], other=[2.0, 2.0]))).compute_log_prob(batch_of(*LENGTHS))
     assert metrics == {"mismatch/kl": 0.5, "mismatch/other": 2.0}

@@ -21,6 +21,7 @@ from mrl.cli.main import main
 from mrl.demo.model import make_model, save_toy_tokenizer
 from mrl.errors import EXIT_STOPPED
 from mrl.observe.metrics import read_metrics
+from tests.apart import MAIN, ROOT
 from tests.models.tiny_models import tiny_config
 from tests.trainer.test_ppo import process_with, wait_until
 
@@ -42,9 +43,7 @@ training: {{steps: 40, save_every: 15}}
 validation: {{every: 15}}
 """
 COLUMNS = "{data_source: null, ability: null, extra_info: null}"
-ROOT = Path(__file__).resolve().parents[2]
 RUNS = ("whole", "resumed")
-MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 
 
 def write_talks(file: Path, first: int, num: int) -> None:
@@ -180,6 +179,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_model(stopped: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_run_that_loses_a_rank_starts_itself_again(stopped: Path) -> None:
     run = started(stopped / "sft.yaml", "disturbed", "training.max_restarts=1")
     wait_until((stopped / "disturbed" / "checkpoints" / "step-000015").exists)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -94,9 +93,3 @@ def test_operations_per_second_and_device() -> None:
     known = step_metrics.training_metrics(role_on("NVIDIA H100 80GB HBM3"), "critic", 0.5, 1000)
     assert known == pytest.approx({"perf/critic_tflops": 3.0, "perf/critic_mfu": 3e12 / 989e12})
     assert step_metrics.training_metrics(role_on("cpu"), "actor", 0.0, 1000) == {}
-
-
-def test_figures_of_some_values() -> None:
-    found = step_metrics.summary_metrics("x", np.array([3, -1, 4]))
-    assert found == {"x/mean": 2.0, "x/max": 4.0, "x/min": -1.0}
-    assert all(isinstance(value, float) for value in found.values()), "JSON knows no numbers of numpy"
