@@ -151,17 +151,6 @@ def config_of(policy: Path, scorer: Path, **sections: Any) -> Any:
     return replace(config, model=replace(config.model, path=str(policy)))
 
 
-def test_another_chat_template_is_warned_of(tmp_path: Path) -> None:
-    policy, scorer = files_of(tmp_path, "policy"), files_of(tmp_path, "scorer")
-    tokenizer = load_tokenizer(str(policy))
-    config = config_of(policy, scorer)
-    assert list(check_reward_models(config, tokenizer)) == []
-    (scorer / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    ((role, warning),) = check_reward_models(config, tokenizer)
-    assert role == "reward_model"
-    assert warning.startswith(f"{scorer} has another chat template than the policy")
-
-
 @pytest.mark.parametrize(("known", "refused"), [(261, True), (262, False), (263, False)])
 def test_a_scorer_knows_every_token_that_the_policy_writes(known: int, refused: bool, tmp_path: Path) -> None:
     policy, scorer = files_of(tmp_path, "policy", 262), files_of(tmp_path, "scorer", known)

@@ -71,6 +71,7 @@ def test_a_node_that_cannot_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_two_nodes_with_caches_of_their_own(tmp_path: Path) -> None:
     """Two raylets of which the second has another cache: it downloads the driver's commit, once for its ranks."""
     made = tmp_path / "made"

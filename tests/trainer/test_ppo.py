@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from mrl.cli.main import main
 from mrl.config.resolved.run_directory import steps_in
 from mrl.demo.model import make_model
-from mrl.events import EventsLost, ModelLoaded, RunRestarted, Saved, read_events
+from mrl.events import EventsLost, RunRestarted, Saved, read_events
 from tests.apart import MAIN, ROOT, run_mrl, untimed
 from tests.system_calls import SystemCall, watched_command
 
@@ -203,22 +203,6 @@ def test_a_disk_that_is_full_for_a_while_costs_no_figure(config: Path, whole: tu
 
 @pytest.mark.slow
 @pytest.mark.on_demand
-def test_reference_on_its_own_devices_gives_the_same_numbers(
-    config: Path, whole: tuple[list[dict[str, Any]], str]
-) -> None:
-    """Resume from a step in which the actor kept the reference: its weights are those of the first policy again."""
-    run = began(config, "reference-apart")
-    placement = ("placement.pools.frozen=2", "placement.roles.reference=frozen", "cluster.devices_per_node=4")
-    lines, _ = train(config, "reference-apart", *EVERYTHING, *placement)
-    assert lines == whole[0]
-    assert lines[-1]["reward/kl"] != 0
-    assert [*(run / "logs").glob("reference.*")], "it had separate processes"
-    loaded = [record.event for record in read_events(run / "events.jsonl") if isinstance(record.event, ModelLoaded)]
-    assert "reference" in {event.role for event in loaded}
-    assert not (run / "checkpoints" / "step-000003" / "reference").exists(), "it is never saved"
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(config: Path, whole: tuple[list[dict[str, Any]], str]) -> None:
     """From two tensor-parallel ranks to two stages: the same tokens, and what sums in another order make of them."""
     run, moved = config.parent / "runs" / "small", began(config, "moved")

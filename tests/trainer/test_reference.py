@@ -15,17 +15,16 @@ import pytest
 import torch
 
 from mrl.config.data import ColumnsConfig, DataConfig, SourceConfig
-from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.config.sft import DpoConfig, DpoLossConfig, SftTrainingConfig, SftValidationConfig
-from mrl.data.packing import PackingRules, RowCost
 from mrl.data.sampler import Draw, PromptSampler
 from mrl.errors import CheckpointError
 from mrl.observe.metrics import read_metrics
 from mrl.protocol import DataProto, Jagged
 from mrl.protocol.columns import from_rows
 from mrl.trainer.reference import FILE, ReferenceLogProbs
-from mrl.workers.messages import ModelFacts, UpdateReport
+from mrl.workers.messages import UpdateReport
+from tests.trainer.test_sft_run import Group as SftGroup
 from tests.trainer.test_sft_run import Lab
 
 NO_COLUMNS = ColumnsConfig(data_source=None, ability=None, extra_info=None)
@@ -41,16 +40,10 @@ def rows_of(batch: DataProto) -> list[tuple[list[int], list[int]]]:
     return [(prompt.tolist(), response.tolist()) for prompt, response in zip(*columns, strict=True)]
 
 
-class Group:
+class Group(SftGroup):
     """Two shards of a policy, which keep what is asked of them, and hold what comes with it against the reference."""
 
-    def __init__(self) -> None:
-        self.mesh = Mesh(2)
-        self.journal: list[Any] = []
-        self.is_trained = False
-
-    def init_model(self) -> list[ModelFacts]:
-        return [ModelFacts(PackingRules(RowCost(1.0, 0.0)), 1, 1.0, "cpu")] * 2
+    is_trained = False
 
     def compute_ref_log_prob(self, shards: Any, sizes: Any) -> DataProto:
         assert not self.is_trained, "the weights are still those before training"
@@ -80,29 +73,16 @@ class Group:
         else:
             self.journal.append("in place")
 
-    def begin_checkpoint(self, directory: str) -> None:
-        self.saving = Path(directory)
-
-    def checkpoint_is_written(self) -> list[bool]:
-        return [True]
-
-    def finish_checkpoint(self) -> None:
-        self.saving.mkdir()
-        (self.saving / "manifest.json").write_text("{}")
-
     def load_checkpoint(self, directory: str) -> None:
-        self.journal.append("load")
+        super().load_checkpoint(directory)
         self.is_trained = True
-
-    def shutdown(self) -> None:
-        """It ends with the run."""
 
     def of(self, kind: str) -> list[Any]:
         return [entry[1:] for entry in self.journal if entry[0] == kind]
 
     def kinds(self) -> list[str]:
         kinds = [entry if isinstance(entry, str) else entry[0] for entry in self.journal]
-        return [kind for kind in kinds if kind != "export"]
+        return [kind for kind in kinds if kind not in ("save", "export", "shutdown")]
 
 
 class PairLab(Lab):
