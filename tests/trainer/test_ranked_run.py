@@ -101,21 +101,15 @@ def test_an_exported_reward_model_says_elsewhere_what_it_said_here(directory: Pa
     # The template adds a line break after the end of a turn, which no message contains.
     ids = [tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"] for text in texts]
     assert all(each[-1] == tokenizer.eos_token_id for each in ids)
-    scores = []
-    for some in batched(ids, 25):
-        padded = tokenizer.pad({"input_ids": some}, padding_side="right", return_tensors="pt")
-        with torch.no_grad():
-            scores += model(**padded).logits[:, 0].tolist()
+    padded = tokenizer.pad({"input_ids": ids}, padding_side="right", return_tensors="pt")
+    with torch.no_grad():
+        scores = model(**padded).logits[:, 0].tolist()
     gaps = np.asarray(scores[::2]) - np.asarray(scores[1::2])
     last = untimed(directory / "rm")[-1]
     assert last["val/margin"] == pytest.approx(float(gaps.mean()), abs=1e-5)
     assert last["val/accuracy"] == pytest.approx(float((gaps > 0).mean()), abs=1e-9)
     assert last["val/score/std"] == pytest.approx(float(np.std(scores)), abs=1e-5)
     assert len(scores) > 100
-
-
-def batched(ids: list[list[int]], num: int) -> list[list[list[int]]]:
-    return [ids[begin : begin + num] for begin in range(0, len(ids), num)]
 
 
 @pytest.mark.slow

@@ -44,30 +44,17 @@ def test_the_first_sample_is_shown() -> None:
 def test_every_sample_is_in_the_file(tmp_path: Path) -> None:
     file = write_samples(tmp_path, 2, sample_columns(samples()))
     assert file.name == "step-000002.parquet"
-    assert pq.read_table(file).to_pylist() == [
-        {
-            "uid": "a/0/1",
-            "data_source": "easy",
-            "prompt": "one",
-            "response": "five",
-            "answer": "5",
-            "ground_truth": "5",
-            "score": 0.25,
-            "num_tokens": 2,
-            "truncated": True,
-        },
-        {
-            "uid": "b/0/2",
-            "data_source": "hard",
-            "prompt": "two",
-            "response": "seven",
-            "answer": None,
-            "ground_truth": None,
-            "score": -1.0,
-            "num_tokens": 1,
-            "truncated": False,
-        },
-    ]
+    assert pq.read_table(file).to_pydict() == {
+        "uid": ["a/0/1", "b/0/2"],
+        "data_source": ["easy", "hard"],
+        "prompt": ["one", "two"],
+        "response": ["five", "seven"],
+        "answer": ["5", None],
+        "ground_truth": ["5", None],
+        "score": [0.25, -1.0],
+        "num_tokens": [2, 1],
+        "truncated": [True, False],
+    }
 
 
 def test_answers_of_every_form_are_in_one_column(tmp_path: Path) -> None:
