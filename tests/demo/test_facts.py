@@ -76,9 +76,8 @@ def test_a_question_mark_looks_up(text: str, key: str | None) -> None:
     assert bool(call.problem) == (key is None)
 
 
-@pytest.mark.parametrize("text", ["47", "", "ab", "4?ab"])
-def test_what_begins_otherwise_is_an_answer(text: str) -> None:
-    assert QuestionMark().parse(text) == []
+def test_text_that_begins_otherwise_is_an_answer() -> None:
+    assert [QuestionMark().parse(text) for text in ("47", "", "ab", "4?ab")] == [[]] * 4
 
 
 def test_a_third_of_the_lessons_is_right() -> None:

@@ -360,24 +360,6 @@ def test_a_role_that_does_not_start_takes_the_others_with_it(
     assert "release" in stage.journal
 
 
-def test_a_models_files_are_checked_against_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    class Reader:
-        def __init__(self, path: str) -> None:
-            self.path = path
-
-        def check(self, *arguments: Any) -> None:
-            asked.append((self.path, *arguments))
-
-    monkeypatch.setattr(made, "read_spec", lambda path: f"spec of {path}")
-    monkeypatch.setattr(made, "HfReader", Reader)
-    for role in ("actor", "critic", "reward_model"):
-        made.check_model(model_setup(role, whole_config(tmp_path)))
-    policy = ("policy", "spec of policy")
-    assert asked == [(*policy, "lm", False), (*policy, "score", True), ("scorer", "spec of scorer", "score", False)]
-
-
 class OwnManager:
     """A user's, which is made as mrl's."""
 
