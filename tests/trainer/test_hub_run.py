@@ -32,6 +32,7 @@ training: {{steps: 2, save_every: 2}}
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_run_by_name_downloads_trains_and_goes_on_with_its_commit(tmp_path: Path) -> None:
     model = make_model(tmp_path / "made", seed=1)
     config = tmp_path / "named.yaml"
