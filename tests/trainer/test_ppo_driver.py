@@ -52,8 +52,9 @@ def phase(name: str, *within: Any) -> list[Any]:
     return [("phase", name), *within]
 
 
-def test_a_step_goes_through_its_phases_in_order(tmp_path: Path) -> None:
+def test_a_step_goes_through_its_phases_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with scene(with_everything(tmp_path), tmp_path) as found:
+        monkeypatch.setattr(found.components.turns, "end", lambda: found.journal.append("turns end"))
         found.trainer.step()
     assert found.journal == [
         *phase("rollout", "awake", ("generate", 4)),
@@ -64,18 +65,10 @@ def test_a_step_goes_through_its_phases_in_order(tmp_path: Path) -> None:
         *phase("advantage", ("critic", "compute_advantages", 4)),
         *phase("update_critic", *[("critic", "update_critic", 2)] * 4),
         *phase("update_actor", *[("actor", "update_actor", 2)] * 4),
-        "weights changed",
+        *("weights changed", "turns end"),
     ]
     updates = found.screen.done[-8:]
     assert updates == [(0, 4), (1, 4), (2, 4), (3, 4)] * 2, "each role reports how many of its updates are done"
-
-
-def test_turns_on_shared_devices_end_with_the_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with scene(with_everything(tmp_path), tmp_path) as found:
-        monkeypatch.setattr(found.components.turns, "end", lambda: found.journal.append("turns end"))
-        found.trainer.step()
-    assert found.journal[-2:] == ["weights changed", "turns end"]
-    assert found.journal.count("turns end") == 1
 
 
 def test_engines_are_compared_with_the_trainer_before_it_learns(tmp_path: Path) -> None:
@@ -367,34 +360,30 @@ def test_the_tensors_of_a_step_are_written_where_they_are_asked_for(tmp_path: Pa
 REWARD = {"functions": {"rule": RewardFunctionConfig(name="digits")}}
 
 
-def test_the_sampler_hears_what_was_solved(tmp_path: Path) -> None:
-    with scene(make_config(tmp_path, validation={"solved_at": 0.5}, reward=REWARD), tmp_path) as found:
-        found.trainer.step()
-        prompts = found.components.prompts
-    assert prompts.solved == [{"p0": 0.0, "p1": 1.0}], "a quarter of the row id each: 0 and 0.25, 0.5 and 0.75"
-
-
 WORLD = AgentConfig(environments={"world": EnvironmentConfig(name="tests.agents.worlds:Facts")})
 ONE_SOURCE = {"functions": {"rule": RewardFunctionConfig(name="digits", sources=["source 1"])}}
+ALL_SOLVED = {"p0": 0.0, "p1": 1.0}
+"""A quarter of the row id each: 0 and 0.25, 0.5 and 0.75."""
 
 
-@pytest.mark.parametrize("more", [{}, {"reward_model": SCORER}], ids=["alone", "before a model's score"])
-def test_the_sampler_hears_what_an_environment_says_was_solved(tmp_path: Path, more: dict[str, Any]) -> None:
-    with scene(make_config(tmp_path, validation={"solved_at": 0.5}, agent=WORLD, **more), tmp_path) as found:
-        found.trainer.step()
-        prompts = found.components.prompts
-    assert prompts.solved == [{"p0": 0.0, "p1": 1.0}]
-
-
-@pytest.mark.parametrize(("reward", "heard"), [({}, {}), (ONE_SOURCE, {"p1": 1.0})], ids=["no source", "one source"])
-def test_the_sampler_hears_nothing_of_what_a_reward_model_alone_scores(
-    tmp_path: Path, reward: Any, heard: dict[str, float]
+@pytest.mark.parametrize(
+    ("scored_by", "heard"),
+    [
+        ({"reward": REWARD}, ALL_SOLVED),
+        ({"agent": WORLD}, ALL_SOLVED),
+        ({"agent": WORLD, "reward_model": SCORER}, ALL_SOLVED),
+        ({"reward": ONE_SOURCE, "reward_model": SCORER}, {"p1": 1.0}),
+        ({"reward_model": SCORER}, {}),  # its scores have no mark from which a prompt is solved
+    ],
+    ids=["rule", "environment", "environment and model", "rule for one source", "model"],
+)
+def test_the_sampler_hears_what_was_solved_by_rule_or_environment(
+    scored_by: dict[str, Any], heard: dict[str, float], tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path, validation={"solved_at": 0.5}, reward=reward, reward_model=SCORER)
-    with scene(config, tmp_path) as found:
+    with scene(make_config(tmp_path, validation={"solved_at": 0.5}, **scored_by), tmp_path) as found:
         found.trainer.step()
         prompts = found.components.prompts
-    assert prompts.solved == [heard], "a score of 0 is no score, and a model's has no mark from which it is solved"
+    assert prompts.solved == [heard]
 
 
 def test_segments_are_rows_of_the_step_but_call_for_no_more_updates(tmp_path: Path) -> None:
