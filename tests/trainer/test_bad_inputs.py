@@ -22,20 +22,8 @@ from mrl.controller import cluster
 from mrl.demo.model import make_model
 from mrl.errors import PlacementError
 from mrl.trainer import nodes
+from tests.trainer.test_ppo import CONFIG
 
-CONFIG = """\
-run: {name: small, dir: runs}
-cluster: {devices_per_node: 2, device: cpu}
-placement: {pools: {all: 2}, roles: {actor: all}}
-model: {path: model}
-algorithm: {advantage: grpo}
-batch: {prompts_per_step: 4, samples_per_prompt: 2, samples_per_update: 8}
-actor: {dtype: float32, max_tokens_per_device: 128, optimizer: {lr: 1e-3}}
-rollout: {max_prompt_tokens: 16, max_response_tokens: 8, vllm: {kv_cache_memory_bytes: 67108864}}
-data: {train: {sums: {dataset: "toy:addition"}}}
-reward: {functions: {answer: {name: gsm8k}}, num_workers: 1}
-training: {steps: 1}
-"""
 REACHED = "everything before the machines is in order"
 Break = Callable[[], None]
 
@@ -49,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_that_would_work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(made, "model")
-    Path("run.yaml").write_text(CONFIG)
+    Path("run.yaml").write_text(CONFIG.format(directory="runs", model="model"))
 
     def nobody_gets_here(*_: object) -> None:
         raise PlacementError(REACHED)
@@ -141,7 +129,11 @@ CASES: dict[str, tuple[Break, list[str], str]] = {
     "a broken chat template": (write("model/chat_template.jinja", "{% for %}"), [], "chat template"),
     "no data file": (nothing, [SOURCE], "rows.jsonl"),
     "an unknown reward": (nothing, ["reward.functions.answer.name=gsm9k"], "gsm8k"),
-    "a reward option that does not exist": (nothing, ["reward.functions.answer.options={strict: 1}"], "strict"),
+    "a reward option that does not exist": (
+        nothing,
+        ["reward.functions.answer={name: gsm8k, options: {strict: 1}}"],
+        "strict",
+    ),
     "a reward model that works": (scorer(), REWARD_MODEL, REACHED),
     "a reward model without a head": (scorer(lambda t: t.pop("score.weight")), REWARD_MODEL, "score.weight is missing"),
     "a reward model of other tokens": (scorer(lambda t: None, tokens_swapped), REWARD_MODEL, REACHED),
