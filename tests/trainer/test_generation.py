@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.agents.loop import Dialog
 from mrl.config.schema import ModelConfig
 from mrl.protocol import DataProto
 from mrl.rewards.outcome import Failure, Outcome, Score
@@ -176,6 +177,28 @@ def test_a_sample_without_a_score_is_in_the_figures_and_not_in_the_batch(tmp_pat
         "reward/seconds/max": 10.0,
     }
     assert {name: scored.metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_failed_conversations_make_their_group_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path, agent={"max_failed_share": 1.0})
+    generator, sizes = stage.generator, list[int]()
+    ended, submit = generator.dialogs.ended, stage.rewards.submit  # type: ignore[union-attr]
+
+    def with_failure() -> list[Dialog]:
+        dialogs = ended()
+        for dialog in dialogs:
+            dialog.failure = Failure("raised", "no answer", 0.0) if dialog.opening.row == 1 else None
+        return dialogs
+
+    def note(sample: Sample, group_size: int) -> int:
+        sizes.append(group_size)
+        return submit(sample)
+
+    monkeypatch.setattr(generator, "_waits_for_groups", True)
+    monkeypatch.setattr(generator.dialogs, "ended", with_failure)
+    monkeypatch.setattr(stage.rewards, "submit", note)
+    assert stage.run().batch.row_ids.tolist() == [0, 2, 3]
+    assert sizes == [1, 2, 2]
 
 
 def test_without_reward_functions_scores_begin_at_nothing(tmp_path: Path) -> None:
