@@ -299,7 +299,7 @@ from mrl.engine.offload import free_unused_memory
 def resident_kib():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
-tensors = [torch.ones(16_000) for _ in range(5_000)]  # 64 kB each, below what glibc maps by itself
+tensors = [torch.ones(16_000) for _ in range(2_000)]  # 64 kB each, below what glibc maps by itself
 kept = tensors[::100]  # as an optimizer's state lies between a step's activations
 full = resident_kib()
 del tensors
@@ -313,9 +313,9 @@ CALLS = ("synchronize", "free_workspaces", "ipc_collect", "empty_cache")
 def test_a_process_on_a_cpu_shrinks_by_what_it_freed_and_keeps_what_it_uses() -> None:
     ran = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, timeout=120, check=True)
     full, freed, given_back, total = (int(word) for word in ran.stdout.split())
-    assert (full - freed) * 1024 < 50 * MIB, "glibc gives back by itself: the test shows nothing"
-    assert (freed - given_back) * 1024 > 250 * MIB
-    assert total == 50 * 16_000
+    assert (full - freed) * 1024 < 20 * MIB, "glibc gives back by itself: the test shows nothing"
+    assert (freed - given_back) * 1024 > 100 * MIB
+    assert total == 20 * 16_000
 
 
 def test_a_c_library_without_a_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

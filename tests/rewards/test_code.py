@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -164,6 +165,12 @@ def test_a_late_test_costs_itself_and_a_late_program_the_rest() -> None:
     assert (late["passed"], late["late"], late["total"]) == (2, 1, 3)
     out_of_time = scored(slow, calls, limits={"test_s": 0.2, "program_s": 0.1})
     assert (out_of_time["passed"], out_of_time["late"]) == (1, 1)
+
+
+def test_no_test_takes_longer_than_the_program_has_left() -> None:
+    began = time.monotonic()
+    late = scored("import time\ntime.sleep(60)\n", PAIRS, limits={"test_s": 30, "program_s": 0.3})
+    assert (late["late"], time.monotonic() - began < 15) == (1, True)
 
 
 def test_a_test_begins_anew_where_the_one_before_has_ended_the_process() -> None:
