@@ -95,3 +95,15 @@ def test_a_prompt_that_kills_every_engine_at_its_first_token_is_found_all_the_sa
     assert keys(work.assign(0, 1)) == ["bad/0", "bad/1"]
     with pytest.raises(RolloutError, match=r"prompt bad: 4 replicas died while"):
         work.requeue(0, "killed", has_served=True)
+
+
+def test_a_wrong_answer_is_forgiven_and_two_in_a_row_are_not() -> None:
+    work = RequestScheduler([request("a")], 1)
+    for forgives in (True, True, False):
+        work.assign(0, 1)
+        work.reject(0, "token -1")
+        if forgives:
+            work.forgive()
+    work.assign(0, 1)
+    with pytest.raises(RolloutError, match=r"2 impossible answers; .* replica 0: token -2"):
+        work.reject(0, "token -2")
