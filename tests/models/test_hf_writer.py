@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,9 @@ def write_from_ranks(source: Path, target: Path, head: Literal["lm", "score"], *
 def test_what_ranks_wrote_is_the_model(tiny: Tiny, tmp_path: Path, family: str) -> None:
     source, target = tiny(family), tmp_path / "written"
     write_from_ranks(source, target, "lm", max_file_bytes=200_000)
-    assert len(list(target.glob("*.safetensors"))) > 2
+    sizes = [file.stat().st_size for file in sorted(target.glob("*.safetensors"))]
+    assert len(sizes) > 2
+    assert all(one + other > 200_000 for one, other in pairwise(sizes)), "no two files fit into one"
     HfReader(target).check(read_spec(target), "lm")
     before = AutoModelForCausalLM.from_pretrained(source)
     after, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
