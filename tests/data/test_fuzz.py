@@ -105,7 +105,7 @@ def test_damaged_templates(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
 
-@settings(max_examples=int(250 * SECONDS), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=int(75 * SECONDS), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(sorted(good_row())), ANY | MESSAGES))
 def test_any_values(changes: dict[str, Any]) -> None:
     let_run()
