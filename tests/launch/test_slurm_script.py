@@ -252,11 +252,3 @@ def test_an_example_is_what_is_made_today(name: str) -> None:
 
 def test_there_is_no_other_example() -> None:
     assert {path.name for path in EXAMPLES.iterdir()} == set(rendered())
-
-
-@pytest.mark.parametrize("name", rendered())
-def test_an_example_is_a_script_that_says_why(name: str) -> None:
-    lines = (EXAMPLES / name).read_text(encoding="utf-8").splitlines()
-    subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=True)
-    assert max(map(len, lines)) <= 130
-    assert sum(line.startswith("# ") for line in lines) >= 5
