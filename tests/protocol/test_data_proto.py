@@ -247,8 +247,9 @@ def test_empty_rows_and_empty_batches_are_rows_too() -> None:
     assert batch.take([2, 0]).lengths("responses").tolist() == [0, 0]
 
 
-def test_float_rows_stay_floats_beside_empty_ones() -> None:
+def test_empty_rows_change_no_type() -> None:
     assert from_rows([[], [0.5]]).values.dtype == torch.float32
+    assert from_rows([[], [1]]).values.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
