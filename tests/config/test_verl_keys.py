@@ -119,7 +119,7 @@ def test_unknown_estimator_of_verl_is_said_to_be_unknown(estimator: str, valid: 
     )
 
 
-@pytest.mark.parametrize("value", ["{}", "[]", "null", "text", "-3", "1.5", "true", "9e99"])
+@pytest.mark.parametrize("value", ["{}", "null", "text", "-3", "9e99"])
 def test_any_value_of_any_key_gets_an_answer(value: str, write: Callable[..., str]) -> None:
     """An override of a key with an answer may have any value."""
     keys = [problem.key for problem in problems_of(write(PLAIN)) if problem.what == "unknown key"]
