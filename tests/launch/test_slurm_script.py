@@ -66,7 +66,7 @@ def test_a_shell_and_a_linter_accept_it(container: str, tmp_path: Path) -> None:
 
 
 def test_it_asks_for_what_the_run_needs_and_the_site_wants(tmp_path: Path) -> None:
-    lines = script(tmp_path).splitlines()
+    lines = script(tmp_path, "pass_on: {NOT_NEEDED: false}").splitlines()
     wanted = ["nodes=8", "ntasks-per-node=1", "gpus-per-node=8", "cpus-per-task=96", "mem=0", "time=1-00:00:00"]
     wanted += ["account=my-project", "constraint=h100", "requeue", "signal=B:USR1@900", f"chdir={tmp_path}"]
     assert {f"#SBATCH --{option}" for option in wanted} <= set(lines)
