@@ -86,7 +86,8 @@ class ClosedAfterALine:
 
 
 def named(processes: set[Process], name: str) -> int:
-    (found,) = (pid for pid, _ in processes if Path(f"/proc/{pid}/comm").read_text().strip() == name)
+    files = [Path(f"/proc/{pid}/comm") for pid, _ in filter(is_there, processes)]
+    (found,) = (int(file.parent.name) for file in files if file.read_text().strip() == name)
     return found
 
 
