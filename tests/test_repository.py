@@ -28,11 +28,3 @@ def test_version_and_licence_are_said_alike() -> None:
     assert citation["title"] in (ROOT / "README.md").read_text()
     assert f"Version {mrl.__version__}" in (ROOT / "README.md").read_text()
     assert mrl.__version__ in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_a_bug_report_asks_for_what_helps() -> None:
-    for template in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yaml"):
-        form = yaml.safe_load(template.read_text())
-        assert {"name", "description", "body"} <= form.keys(), template.name
-    form_text = (ROOT / ".github/ISSUE_TEMPLATE/bug.yaml").read_text()
-    assert [words for words in ("mrl env", "config.yaml", "events.jsonl") if words not in form_text] == []

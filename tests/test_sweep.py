@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import sweep
-from tests.sweep import NUM_PARTS, SweepPart, SweepRecord, chosen_part, part_of
+from tests.sweep import NUM_PARTS, SweepPart, SweepRecord, part_of
 
 CASES = [f"tests/{file}.py::test[{number}]" for file in "abc" for number in range(13)]
 
@@ -20,13 +20,6 @@ def test_each_case_is_in_one_part_and_files_are_spread() -> None:
     assert sorted(case for part in parts for case in part) == sorted(CASES)
     assert {len(part) for part in parts} == {3, 4}
     assert all(len({case.partition("::")[0] for case in part}) == 3 for part in parts)
-
-
-@pytest.mark.parametrize("choice", ["commit", "3/12"])
-def test_a_part_is_chosen_by_commit_or_by_number(choice: str) -> None:
-    number, num_parts = chosen_part(choice)
-    assert 0 <= number < num_parts == NUM_PARTS
-    assert choice == "commit" or number == 2
 
 
 def test_the_record_has_the_last_pass_and_a_failure_since(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """An agent of the package `openai-agents`, independent of mrl: its runner, its function tool, its own history.
 
-python framework_agent.py [well|streams|hands over|talks]
+python framework_agent.py [well|streams|hands over]
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
@@ -30,10 +29,6 @@ async def main() -> None:
     """Have the framework run its loop until the model calls nothing."""
     agents.set_tracing_disabled(True)
     first = agent("librarian", tools=[agents.function_tool(look)])
-    if HOW == "talks":  # the model may write nothing, and the framework would then ask again and again
-        with contextlib.suppress(agents.MaxTurnsExceeded):
-            await agents.Runner.run(agent("talker"), QUESTION, max_turns=1)
-        return
     if HOW == "hands over":
         sage = agent("sage", instructions="You know it.")
         helper = sage.as_tool("ask_sage", "Ask who knows.")

@@ -28,15 +28,6 @@ class Searching(SearchR1Tags):
         return [ToolCall(name="search", arguments={"query": "ada"})]
 
 
-class Hesitating(Searching):
-    """Answer in every other turn after the kill, so that not every conversation needs a retriever."""
-
-    def parse(self, text: str) -> list[ToolCall]:
-        calls = super().parse(text)
-        answers = self._num_turns > self._kills_in_turn and self._num_turns % 2
-        return [ToolCall(name="answer", arguments={"answer": ""})] if answers else calls
-
-
 def everything_is_found(sample: Sample) -> float:
     """Return 1 if each search returned its passage, and 0 otherwise."""
     return float(all(READ in turn for turn in sample.turns[1::2]))

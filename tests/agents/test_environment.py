@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.agents.environment import Done, Environment, Observation, Start, Task, ToolCall, Turn, from_json, to_json
@@ -22,6 +22,7 @@ values = st.recursive(
 
 
 @given(values, st.text(), st.dictionaries(st.text(), values, max_size=3))
+@settings(max_examples=40)
 def test_everything_arrives_as_it_was_sent(value: Any, text: str, arguments: dict[str, Any]) -> None:
     calls = [ToolCall(name="look", arguments=arguments), ToolCall(name="", problem="not JSON")]
     for sent in (
@@ -47,20 +48,16 @@ def with_a_loop() -> dict[str, Any]:
     ("make", "what"),
     [
         (lambda: Observation(results="found"), "an Observation must contain text"),
-        (lambda: Observation(results=[3]), "an Observation must contain text"),  # type: ignore[list-item]
         (lambda: Observation(), "an Observation is empty"),
         (lambda: Observation(results=[b"raw"]), "Observation is not plain data: Object of type bytes"),  # type: ignore[list-item]
         (lambda: Observation(text="so", score=math.nan), "Observation is not plain data"),
         (lambda: Done(score="1"), "Done: score is '1', not a number"),  # type: ignore[arg-type]
         (lambda: Done(parts={"hits": None}), "Done: hits is None, not a number"),  # type: ignore[dict-item]
-        (lambda: Done(score=math.inf), "Done is not plain data"),
         (lambda: Start(messages=[]), "Start.messages is not a list of messages"),
-        (lambda: Start(messages=["Who?"]), "Start.messages is not a list of messages"),  # type: ignore[list-item]
         (lambda: Start(messages=[{"role": "user"}]), "Start.messages is not a list of messages"),
         (lambda: Task(messages=[USER], ground_truth={1, 2}), "Task is not plain data: Object of type set"),
         (lambda: Task(messages=[USER], ground_truth=with_a_loop()), "Task is not plain data"),
         (lambda: ToolCall(name="look"), "has both arguments and a problem, or neither"),
-        (lambda: ToolCall(name="look", arguments={}, problem="cut"), "has both arguments and a problem, or neither"),
     ],
 )
 def test_what_cannot_cross_is_refused_where_it_is_made(make: Callable[[], object], what: str) -> None:
@@ -100,8 +97,3 @@ def test_the_least_environment_begins_with_the_prompt_of_the_data() -> None:
     turn = Turn(number=0, text="so", calls=(), ended="stop", left_turns=1, left_tokens=9)
     assert echo.step(turn) == Observation(text="so")
     echo.close()
-
-
-def test_an_environment_without_steps_is_refused() -> None:
-    with pytest.raises(TypeError, match="step"):
-        Environment()  # type: ignore[abstract]

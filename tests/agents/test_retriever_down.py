@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +12,7 @@ from typing import TypeVar
 import pytest
 
 from mrl.demo.model import make_model
-from mrl.events import Event, Retried, SampleSkipped, read_events
+from mrl.events import Event, Retried, read_events
 from mrl.observe.metrics import read_metrics
 from tests.agents.searching import PASSAGE
 from tests.apart import retriever, run_mrl
@@ -78,23 +77,3 @@ def test_a_retriever_that_is_down_for_20_s_costs_time_and_no_conversation(tmp_pa
     assert len(again) == second["agent/retried"] > 0
     assert all("gave no answer in 6 attempts; the last: URLError" in event.reason for event in again)
     assert all(event.what.startswith("conversation ") for event in again)
-
-
-@pytest.mark.slow
-@pytest.mark.on_demand
-def test_what_outlasts_all_patience_is_left_out_and_counted_and_never_scored_0(tmp_path: Path) -> None:
-    """Until the retriever is back, steps continue with the conversations that do not need it."""
-    impatient = "options: {attempts: 2, backoff_s: 0.5}"
-    world = f'environments: {{wiki: {{{impatient}, format: "tests.agents.searching:Hesitating"}}}}'
-    agent = f"agent={{retries: 0, max_failed_share: 0.99, {world}}}"
-    run = train(tmp_path, 6.0, agent, "training.steps=40")
-    lines = read_metrics(run / "metrics.jsonl")
-    assert len(lines) == 40
-    lost = [int(line["agent/failed/raised"]) for line in lines]
-    assert [line["reward/num_samples"] + num for line, num in zip(lines, lost, strict=True)] == [ROWS] * 40
-    assert (lost[0], lost[-1]) == (0, 0), "it was there at first, and is there again"
-    assert 0 < max(lost) < ROWS
-    assert {line["reward/found/mean"] for line in lines} == {1.0}, "no conversation that is scored missed a passage"
-    skipped = events_of(run, SampleSkipped)
-    assert Counter(event.reason for event in skipped) == {"environment raised": sum(lost)}
-    assert all("gave no answer in 2 attempts; the last: URLError" in event.detail for event in skipped)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from mrl.data.row_files import read_newest_samples
 from mrl.demo.model import make_model
 from mrl.events import Warned, read_events
 from mrl.observe.metrics import read_metrics
-from tests.apart import ROOT, run_mrl
+from tests.apart import run_mrl
 
 SAME = 1e-5
 """Allowed difference between log-probs of engine and trainer, in float32."""
@@ -113,25 +110,3 @@ def test_with_remax_all_segments_are_measured_by_the_greedy_conversation(tmp_pat
         baselines.setdefault(str(first["prompts"]), set()).add(round(last["scores"] - advantage, 4))
     assert [len(of_prompt) for of_prompt in baselines.values()] == [1] * 4
     assert all(0 < baseline <= 8 for of_prompt in baselines.values() for baseline in of_prompt), "tokens of a turn"
-
-
-@pytest.mark.slow
-@pytest.mark.on_demand
-def test_a_run_trains_an_agent_of_a_framework(tmp_path: Path) -> None:
-    spec = importlib.util.find_spec("agents")
-    if spec is None or spec.origin is None:
-        pytest.skip("openai-agents is in none of mrl's requirements: make test-extras")
-    path = os.pathsep.join([str(ROOT), str(Path(spec.origin).parents[1])])
-    options = f'{{command: ["{sys.executable}", -m, tests.agents.framework_agent, talks]}}'
-    overrides = (
-        "batch={prompts_per_step: 2, samples_per_prompt: 2, samples_per_update: 4}",
-        'reward.functions={length: {name: "tests.trainer.rewards:shortness"}}',
-        "agent.limit_s=120",  # to load the framework, four at once
-        "training.steps=3",
-    )
-    run = trained(tmp_path, f"{{name: program, options: {options}, max_turns: 2}}", *overrides, PYTHONPATH=path)
-    lines = read_metrics(run / "metrics.jsonl")
-    assert [line["batch/samples"] for line in lines] == [4] * 3, "no conversation was lost"
-    assert all(line["mismatch/log_prob_abs_diff_mean"] <= SAME for line in lines)
-    (sample, *_) = read_newest_samples(run / "samples", 4)
-    assert sample["segments"] == 1

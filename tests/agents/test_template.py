@@ -52,16 +52,15 @@ INCREMENTS = [
 ]
 
 
-@pytest.mark.parametrize("tools", [[], TOOLS], ids=["", "tools"])
 @pytest.mark.parametrize(("name", "messages", "expected"), INCREMENTS)
 def test_an_increment_begins_with_what_stands_behind_the_end_token(
-    tokenizers: Mapping[str, ChatTokenizer], name: str, messages: list[Message], expected: str, tools: list[Any]
+    tokenizers: Mapping[str, ChatTokenizer], name: str, messages: list[Message], expected: str
 ) -> None:
-    assert TurnTemplate(tokenizers[name], {}, tools).increment(messages) == expected
+    for tools in ([], TOOLS):
+        assert TurnTemplate(tokenizers[name], {}, tools).increment(messages) == expected
 
 
-@pytest.mark.parametrize("system", ["", "Be short."])
-@pytest.mark.parametrize("tools", [[], TOOLS], ids=["", "tools"])
+@pytest.mark.parametrize(("tools", "system"), [([], ""), (TOOLS, ""), (TOOLS, "Be short.")], ids=["", "tools", "both"])
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3.1"])
 @pytest.mark.parametrize("talk", CONVERSATIONS)
 def test_what_grows_by_increments_is_the_whole_as_the_template_renders_it(

@@ -122,19 +122,10 @@ class Troubled(Facts):
                 return None  # type: ignore[return-value]
             case "floods":
                 return Observation(text="word " * (2 << 20))
-            case "garbage":
-                for number in range(3, 64):
-                    try:
-                        os.write(number, b"\xff" * 4096)
-                    except OSError:
-                        continue
-                time.sleep(60)
             case "forks":
                 child = subprocess.Popen(["sleep", "3600"])
                 (self._directory / "child").write_text(json.dumps(child.pid))
                 raise RuntimeError("the child lives on")
-            case "memory":
-                bytearray(8 << 30)
         raise AssertionError(f"no such trouble: {trouble}")
 
 

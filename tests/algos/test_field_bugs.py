@@ -5,13 +5,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from mrl.algos.advantages import (
@@ -27,7 +23,7 @@ from mrl.algos.advantages import (
 )
 from mrl.algos.aggregate import AGGREGATIONS, LossNormalizer
 from mrl.algos.groups import Outcomes, PromptGroups, filter_groups
-from mrl.algos.kl import KL_ESTIMATORS, KLController, mean_row_kl, token_kl
+from mrl.algos.kl import KL_ESTIMATORS, KLController, token_kl
 from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, value_loss
 from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rollout_correction import (
@@ -65,64 +61,6 @@ def group_advantages(
 
 
 # ---- normalisation
-
-
-def test_token_mean_does_not_depend_on_micro_batches() -> None:
-    """A mean per micro-batch, then the mean of means, would give 3.25 or 2.5 here."""
-    rows, losses_T = Rows.of([3, 1]), column(1, 2, 3, 4.5)
-    norm = LossNormalizer.of("token-mean", rows, everything(rows))
-    whole = norm.aggregate(losses_T, rows, everything(rows))
-    parts = 0.0
-    for chosen in ([0], [1]):
-        part, (part_T,) = take_rows(rows, chosen, losses_T)
-        parts += norm.aggregate(part_T, part, everything(part)).item()
-    assert whole.item() == parts == 10.5 / 4
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
-def test_nothing_is_left_to_divide_by_for_gradient_accumulation(num_micro_batches: int) -> None:
-    rows = Rows.of([2] * 4)
-    norm = LossNormalizer.of("seq-mean-token-mean", rows, everything(rows))
-    leaf_T = torch.ones(8, dtype=torch.float64, requires_grad=True)
-    size = 4 // num_micro_batches
-    for start in range(0, 4, size):
-        part, (part_T,) = take_rows(rows, list(range(start, start + size)), leaf_T)
-        norm.aggregate(part_T, part, everything(part)).backward()
-    assert leaf_T.grad is not None
-    assert leaf_T.grad.tolist() == [1 / 8] * 8
-
-
-def _gloo_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=timedelta(seconds=60)
-    )
-
-    def sum_over_ranks(x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    lengths = [[3], [], [1, 2]][rank]  # unequal token counts, and a rank with nothing
-    start = [0, 3, 3][rank]
-    values_T = column(1, -2, 5, 0.5, 7, 1e3)[start : start + sum(lengths)]
-    rows = Rows.of(lengths)
-    norm = LossNormalizer.of("token-mean", rows, everything(rows), sum_over_ranks=sum_over_ranks)
-    loss = sum_over_ranks(norm.aggregate(values_T, rows, everything(rows)))
-    whitened_T = whiten(values_T, everything(rows), sum_over_ranks)
-    Path(folder, f"{rank}.json").write_text(json.dumps([norm.num_tokens, loss.item(), whitened_T.tolist()]))
-    dist.destroy_process_group()
-
-
-def test_unequal_and_empty_ranks_over_gloo(tmp_path: Path) -> None:
-    """Ranks are weighted by their tokens, whitening covers all, and an empty rank does not hang or divide by 0."""
-    mp.start_processes(_gloo_rank, args=(str(tmp_path),), nprocs=3, start_method="fork")
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    values_T = column(1, -2, 5, 0.5, 7, 1e3)
-    expected_T = whiten(values_T, torch.ones(6, dtype=torch.bool))
-    assert [tokens for tokens, _, _ in found] == [6, 6, 6]
-    assert [loss for _, loss, _ in found] == pytest.approx([values_T.mean().item()] * 3)
-    assert found[0][2] + found[1][2] + found[2][2] == pytest.approx(expected_T.tolist())
 
 
 def test_losses_are_summed_in_float32_at_least() -> None:
@@ -193,12 +131,6 @@ def test_filtered_groups_leave_the_denominator() -> None:
     assert losses[0][1] != pytest.approx(kept_kl)
 
 
-def test_whitening_over_the_batch_not_per_row_or_micro_batch() -> None:
-    values_T = column(0, 0, 10, 10)
-    found_T = whiten(values_T, torch.ones(4, dtype=torch.bool))
-    assert found_T.tolist() == pytest.approx([-math.sqrt(0.75)] * 2 + [math.sqrt(0.75)] * 2)
-
-
 @pytest.mark.parametrize(("values", "mask"), [([], []), ([5.0], [True]), ([5.0, 7.0], [True, False])])
 def test_whitening_fewer_than_two_tokens_gives_zero(values: list[float], mask: list[bool]) -> None:
     assert not whiten(column(*values), torch.tensor(mask, dtype=torch.bool)).any()
@@ -208,35 +140,9 @@ def test_whitening_fewer_than_two_tokens_gives_zero(values: list[float], mask: l
 
 
 @pytest.mark.parametrize("name", [*GROUP_WISE, "reinforce_plus_plus_baseline"])
-def test_a_group_of_one_is_finite_and_zero_in_every_estimator(name: str) -> None:
-    """An unbiased standard deviation of one score is NaN; its raw score would be a reward without a baseline."""
-    found = group_advantages(name, [0.25, 1.0, 0.0], ["alone", "pair", "pair"])
-    assert found[0] == 0
-    assert found[1] > 0 > found[2]
-
-
-@pytest.mark.parametrize("name", [*GROUP_WISE, "reinforce_plus_plus_baseline"])
 def test_a_batch_of_groups_of_one_is_an_error(name: str) -> None:
     with pytest.raises(BatchError, match=f"{name}.*2 rows.*\n.*at least 2 answers"):
         group_advantages(name, [1.0, 0.0], ["a", "b"])
-
-
-def test_groups_of_unequal_size_found_by_uid_wherever_they_stand() -> None:
-    found = group_advantages("dr_grpo", [1, 10, 3, 30, 5, 20], ["a", "b", "a", "b", "a", "b"])
-    assert found == pytest.approx([-2, -10, 0, 10, 2, 0])
-    assert group_advantages("dr_grpo", [1, 2, 30, 10, 20], ["a", "a", "b", "b", "b"]) == pytest.approx(
-        [-0.5, 0.5, 10, -10, 0]
-    )
-
-
-@pytest.mark.parametrize("name", GROUP_WISE)
-def test_numeric_uids_do_not_merge(name: str) -> None:
-    uids = ["42", "0042", "42", "0042", "4.2e1", "4.2e1"]
-    found = group_advantages(name, [1, 100, 0, 101, 7, 7], uids)
-    assert found == group_advantages(name, [1, 100, 0, 101, 7, 7], ["a", "b", "a", "b", "c", "c"])
-    assert found[0] == -found[2]
-    assert found[1] == -found[3]
-    assert found[4] == 0
 
 
 def test_a_group_that_wrote_nothing_has_finite_advantages() -> None:
@@ -247,12 +153,8 @@ def test_a_group_that_wrote_nothing_has_finite_advantages() -> None:
     assert centred_B[2:].tolist() == [1, -1]
 
 
-def test_huge_uids_cost_nothing() -> None:
-    assert group_advantages("dr_grpo", [1, 0], [str(2**62)] * 2) == [0.5, -0.5]
-
-
 @pytest.mark.parametrize("name", GROUP_WISE)
-@pytest.mark.parametrize("score", [0.1, 1.0, 1e4 + 0.1, -7.3])
+@pytest.mark.parametrize("score", [0.1, 1e4 + 0.1])
 def test_a_uniform_group_has_advantage_exactly_zero(name: str, score: float) -> None:
     """A mean of equal floats is not that float, and 1e-17 over a floor of 1e-6 is not 0."""
     assert group_advantages(name, [score] * 3 + [1.0, 0.0], ["u"] * 3 + ["v"] * 2)[:3] == [0, 0, 0]
@@ -306,23 +208,6 @@ def test_bad_token_rewards_are_errors(name: str) -> None:
     inputs = AdvantageInputs(rows, mask_T, column(0, 0, 0, 1), column(0, 0, 0, 0), column(0, 0))
     with pytest.raises(RewardError, match=r"did not write; first: 1.0 on token 1 of row 1"):
         estimate_advantages(inputs, AlgorithmConfig(advantage=name))
-
-
-def test_scores_land_on_the_last_written_token() -> None:
-    """Ragged rows, no end-of-sequence token, an observation at the end, an empty row, a fully masked one."""
-    rows = Rows.of([3, 1, 3, 0, 2, 2])
-    mask_T = torch.tensor([True, True, True, True, True, True, False, False, False, True, False])
-    placed_T = scores_to_token_rewards(column(1, 2, 3, 4, 5, 6), rows, mask_T)
-    assert placed_T.tolist() == [0, 0, 1, 2, 0, 3, 0, 0, 0, 6, 0]
-
-
-def test_rewards_cross_observations_without_losing_a_discount() -> None:
-    mask_T = torch.tensor([True, False, False, False, True])
-    inputs = AdvantageInputs(Rows.of([5]), mask_T, column(0, 0, 0, 0, 1), column(0, 9, 9, 9, 0))
-    for name in ("gae", "reinforce_plus_plus"):
-        returns_T = estimate_advantages(inputs, AlgorithmConfig(advantage=name, gamma=0.5)).returns_T
-        assert returns_T is not None
-        assert returns_T.tolist() == [0.5, 0, 0, 0, 1]
 
 
 def test_the_critic_learns_from_the_rewards_after_kl() -> None:
@@ -414,17 +299,6 @@ def test_k3_neither_overflows_nor_makes_nan(d: float) -> None:
         assert log_prob_T.grad.item() == gradient
 
 
-def test_k3_is_never_negative() -> None:
-    d = torch.linspace(-25, 25, 1001, dtype=torch.float64)
-    assert (token_kl("k3", d, torch.zeros_like(d), torch.ones(1001, dtype=torch.bool)) >= 0).all()
-
-
-def test_the_controller_is_fed_the_mean_over_written_tokens_of_rows_that_have_any() -> None:
-    rows, mask_T = Rows.of([4, 1, 2]), torch.tensor([True, True, False, False, True, False, False])
-    assert mean_row_kl(column(1, 3, 99, 99, 4, 99, math.nan), rows, mask_T) == 3.0
-    assert mean_row_kl(column(), Rows.of([]), torch.zeros(0, dtype=torch.bool)) == 0.0
-
-
 def test_the_adaptive_coefficient_survives_a_resume() -> None:
     straight, before = (KLController(0.2, 6.0, 1000) for _ in range(2))
     for kl in (9.0, 2.0, 12.0):
@@ -458,23 +332,6 @@ def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None
 
 
 # ---- policy loss, rollout correction, masks
-
-
-def test_dual_clip_bounds_and_clip_higher_widen_one_side_only() -> None:
-    rows, mask_T = Rows.of([4]), torch.ones(4, dtype=torch.bool)
-    ratio, advantages_T = column(1.25, 1.25, 0.75, 0.75), column(1, -1, 1, -1)
-    norm = LossNormalizer("token-mean", 1, 1)
-    expected = {
-        (0.2, 0.2): [-1.2, 1.25, -0.75, 0.8],
-        (0.2, 0.3): [-1.25, 1.25, -0.75, 0.8],
-        (0.3, 0.2): [-1.2, 1.25, -0.75, 0.75],
-    }
-    for (low, high), losses in expected.items():
-        tokens = PolicyTokens(rows, mask_T, ratio.log(), torch.zeros(4).double(), advantages_T)
-        config = LossConfig(clip_low=low, clip_high=high)
-        found_T = POLICY_LOSSES.resolve("ppo")(tokens, config).loss_T
-        assert found_T.tolist() == pytest.approx(losses)
-        assert actor_objective(tokens, config, norm).loss.item() == pytest.approx(sum(losses))
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "gmpo", "gpg"])
@@ -533,23 +390,6 @@ def test_equal_policies_need_no_correction() -> None:
 def test_a_token_without_a_rollout_log_prob_is_an_error() -> None:
     with pytest.raises(BatchError, match="1 of 2 tokens"):
         RolloutPair(Rows.of([2]), torch.ones(2, dtype=torch.bool), column(-1, -1), column(-1, math.nan))
-
-
-def test_the_entropy_bonus_raises_entropy_over_written_tokens_only() -> None:
-    """The whole distribution's entropy in float32, over the model's tokens, with the sign of a bonus."""
-    rows, mask_T = Rows.of([2, 1]), torch.tensor([True, False, True])
-    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
-    log_p = logits.log_softmax(-1)
-    entropy_T = -(log_p.exp() * log_p).sum(-1)
-    tokens = PolicyTokens(rows, mask_T, log_p[:, 0], log_p[:, 0].detach(), torch.zeros(3))
-    norm = LossNormalizer.of("token-mean", rows, mask_T)
-    objective = actor_objective(tokens, LossConfig(entropy_coef=0.5), norm, ActorColumns(entropy_T=entropy_T))
-    mean = (entropy_T[0] + entropy_T[2]).item() / 2
-    assert objective.reports["entropy"].item() == pytest.approx(mean)
-    assert objective.loss.item() == pytest.approx(-0.5 * mean)
-    (gradient,) = torch.autograd.grad(objective.loss, logits)
-    assert not gradient[1].any()
-    assert gradient[0].any()
 
 
 def test_inputs_are_not_modified() -> None:

@@ -12,7 +12,6 @@ from mrl.config import algorithm, data, sft
 from mrl.data.prompt_loader import SAMPLERS
 from mrl.data.sources import DATASETS
 from mrl.data.toy import TOY_TASKS
-from tests.reference import matrix
 
 
 def test_every_name_is_registered_and_every_registered_one_is_known() -> None:
@@ -25,11 +24,3 @@ def test_every_name_is_registered_and_every_registered_one_is_known() -> None:
     assert sorted(data.DATASETS) == sorted(DATASETS)
     assert sorted(data.SAMPLERS) == sorted(SAMPLERS)
     assert sorted(data.TOY_TASKS) == sorted(TOY_TASKS)
-
-
-def test_every_word_is_a_factor_of_the_runs_that_are_held_against_formulas() -> None:
-    assert set(algorithm.AGGREGATIONS) == set(matrix.COMMON["aggregation"])
-    assert set(algorithm.POLICY_LOSSES) - {"vanilla", "geo_mean"} == set(matrix.COMMON["policy"])
-    assert set(algorithm.ADVANTAGES) == {*matrix.GROUPS["advantage"], *matrix.VALUES["advantage"]}
-    estimators = {*matrix.COMMON["in_reward"], *matrix.COMMON["in_loss"]}
-    assert set(algorithm.KL_ESTIMATORS) - {"kl", "mse", "low_var_kl"} == estimators

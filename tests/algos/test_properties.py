@@ -16,9 +16,9 @@ from mrl.algos import advantages as adv
 from mrl.algos.advantages import AdvantageInputs, Advantages, estimate_advantages
 from mrl.algos.aggregate import AGGREGATIONS, LossNormalizer
 from mrl.algos.groups import PromptGroups
-from mrl.algos.kl import mean_row_kl, token_kl
-from mrl.algos.losses import PolicyTokens, ValueTokens
-from mrl.algos.objectives import ActorColumns, Objective, actor_objective, critic_objective
+from mrl.algos.kl import mean_row_kl
+from mrl.algos.losses import PolicyTokens
+from mrl.algos.objectives import ActorColumns, Objective, actor_objective
 from mrl.algos.rollout_correction import RolloutPair, correction_metrics, mismatch_metrics
 from mrl.algos.rows import Rows
 from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
@@ -55,8 +55,7 @@ def actor_part(case: Case, chosen: list[int], norm: LossNormalizer, name: str, l
     return actor_objective(tokens, LossConfig(policy=name, entropy_coef=0.2), norm, extra, kl)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "mode"), [*zip(LOSSES, MODES, strict=True), *zip(LOSSES, MODES[::-1], strict=True)])
 @few
 @given(seed=seeds, parts=st.integers(2, 6))
 def test_splits_change_no_loss_no_gradient_and_no_report(name: str, mode: str, seed: int, parts: int) -> None:
@@ -178,100 +177,6 @@ def test_laws_of_group_advantages(name: str, seed: int, shift: float, scale: flo
     assert torch.allclose(scaled_B, plain_B if name == "grpo" else plain_B * scale, atol=1e-8)
     if name in ("grpo", "dr_grpo", "rloo"):
         assert PromptGroups.of(case.uids).sum(plain_B).abs().max() < 1e-9
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@few
-@given(seed=seeds)
-def test_zero_advantage_gives_zero_policy_gradient(name: str, seed: int) -> None:
-    case = make_case(seed)
-    tokens = case.policy_tokens
-    zero = PolicyTokens(case.rows, case.mask_T, tokens.log_probs_T, tokens.old_log_probs_T, tokens.advantages_T * 0)
-    norm = LossNormalizer.of("token-mean", case.rows, case.mask_T)
-    (gradient_T,) = torch.autograd.grad(actor_objective(zero, LossConfig(policy=name), norm).loss, tokens.log_probs_T)
-    assert not gradient_T.any()
-
-
-@pytest.mark.parametrize("name", ["ppo", "gspo", "gmpo"])
-@few
-@given(seed=seeds)
-def test_at_ratio_one_the_loss_is_minus_the_mean_advantage_and_its_gradient_reinforce(name: str, seed: int) -> None:
-    case = make_case(seed)
-    log_probs_T = case.column("log_probs").requires_grad_()
-    row_level_T = case.rows.expand(torch.tensor(case.scores, dtype=torch.float64) + 0.1)
-    tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, log_probs_T, row_level_T)
-    norm = LossNormalizer.of("token-mean", case.rows, case.mask_T)
-    objective = actor_objective(tokens, LossConfig(policy=name), norm)
-    count = max(1, int(case.mask_T.sum()))
-    assert objective.loss.item() == pytest.approx(-row_level_T[case.mask_T].sum().item() / count)
-    (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
-    assert torch.allclose(gradient_T, torch.where(case.mask_T, -row_level_T / count, 0.0), atol=1e-12)
-    assert objective.reports["pg_clipfrac"].item() == 0
-    assert objective.reports["ppo_kl"].item() == 0
-
-
-@pytest.mark.parametrize("name", ["ppo", "gmpo", "gpg", "value", "k1", "k2", "k3", "abs"])
-@few
-@given(seed=seeds)
-def test_gradients_agree_with_finite_differences(name: str, seed: int) -> None:
-    case = make_case(seed)
-    norm = LossNormalizer.of("seq-mean-token-mean", case.rows, case.mask_T)
-
-    def loss(x_T: Tensor) -> Tensor:
-        if name == "value":
-            tokens = ValueTokens(case.mask_T, x_T, case.column("old_values"), case.column("returns"))
-            return critic_objective(tokens, case.rows, norm, clip=0.3).loss
-        if name in LOSSES:
-            policy = PolicyTokens(case.rows, case.mask_T, x_T, case.column("old"), case.column("advantages"))
-            return actor_objective(policy, LossConfig(policy=name), norm).loss
-        return norm.aggregate(token_kl(name, x_T, case.column("ref"), case.mask_T), case.rows, case.mask_T)
-
-    start_T = case.column("values" if name == "value" else "log_probs").requires_grad_()
-    (gradient_T,) = torch.autograd.grad(loss(start_T), start_T)
-    step = 1e-6
-    for at in case.mask_T.nonzero().flatten().tolist()[:6]:
-        nudge_T = torch.zeros_like(start_T)
-        nudge_T[at] = step
-        numeric = (loss(start_T.detach() + nudge_T) - loss(start_T.detach() - nudge_T)).item() / (2 * step)
-        assert gradient_T[at].item() == pytest.approx(numeric, rel=1e-5, abs=1e-7)
-
-
-def with_more_observations(case: Case, seed: int) -> Case:
-    rng = random.Random(seed)
-    longer = Case([row + [False] * rng.randint(0, 3) for row in case.mask], {}, case.scores, case.uids, case.baselines)
-    for column, rows in case.columns.items():
-        filler = 0.0 if column == "rewards" else float("nan")
-        longer.columns[column] = [
-            row + [filler] * (len(mask) - len(row)) for row, mask in zip(rows, longer.mask, strict=True)
-        ]
-    return longer
-
-
-@pytest.mark.parametrize("name", ALL)
-@few
-@given(seed=seeds)
-def test_appended_observation_tokens_change_no_advantage(name: str, seed: int) -> None:
-    case = make_case(seed)
-    longer = with_more_observations(case, seed)
-    everything = list(range(case.rows.num_rows))
-    expected, found = (advantages_of(each, name, everything, alone) for each in (case, longer))
-    assert torch.allclose(found.advantages_T[longer.mask_T], expected.advantages_T[case.mask_T], rtol=1e-6, atol=1e-12)
-    if found.returns_T is not None and expected.returns_T is not None:
-        assert torch.equal(found.returns_T[longer.mask_T], expected.returns_T[case.mask_T])
-
-
-@few
-@given(seed=seeds)
-def test_appended_observation_tokens_change_no_loss(seed: int) -> None:
-    case = make_case(seed)
-    longer = with_more_observations(case, seed)
-    for loss in LOSSES:
-        for mode in MODES:
-            losses = []
-            for each in (case, longer):
-                norm = LossNormalizer.of(mode, each.rows, each.mask_T, horizon_tokens=3)
-                losses.append(actor_objective(each.policy_tokens, LossConfig(policy=loss), norm).loss.item())
-            assert losses[0] == pytest.approx(losses[1], rel=1e-12, abs=1e-12)
 
 
 @few

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -100,15 +99,3 @@ def test_errors_of_pieces_are_reported_and_the_rest_goes_on(capsys: pytest.Captu
         {"part": "training", "what": "large", "tokens_per_s": 1},
     ]
     assert [goal["name"] for goal in bench.goals] == ["training, small: errors"]
-
-
-def test_a_rank_gets_its_environment_and_leaves_ours_alone() -> None:
-    bench = GpuBenchmark(None, 100.0)
-    assert bench.on_rank(os.getenv, "MRL_TRIED", environment={"MRL_TRIED": "yes"}) == "yes"
-    assert "MRL_TRIED" not in os.environ
-
-
-def test_an_unknown_part_is_named() -> None:
-    run = run_replaced("pass", "--parts", "kernel")
-    assert run.returncode == 2
-    assert "there is no part kernel: choose from kernels, head" in run.stderr

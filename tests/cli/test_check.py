@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,15 +81,16 @@ def config_of(*overrides: str) -> Config:
 
 @pytest.mark.parametrize("name", ["laptop-ppo", "laptop-dapo", "ppo-llama3.1-70b-8n8g"])
 def test_offline_answers_in_a_second_and_loads_nothing_heavy(name: str) -> None:
-    def seconds() -> float:
-        begin = time.perf_counter()
+    def is_soon() -> bool:
+        begin = os.times()
         arguments = [sys.executable, "-c", OFFLINE, str(ROOT / "configs" / f"{name}.yaml")]
         ran = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         assert " 0 fail" in ran.stdout
-        return time.perf_counter() - begin
+        end = os.times()  # CPU time, which other work on the machine does not change
+        return end.children_user + end.children_system - begin.children_user - begin.children_system < 1.0
 
-    assert min(seconds() for _ in range(3)) < 1.0
+    assert any(is_soon() for _ in range(3))
 
 
 def test_a_wrong_configuration_is_the_error_of_loading(check: Callable[..., tuple[int, str]]) -> None:
@@ -112,7 +112,6 @@ def test_a_pipeline_that_cannot_be_filled_is_warned_of(check: Callable[..., tupl
         ("batch.samples_per_update=2048", False),
         ("algorithm.correction={}", False),
         ("algorithm.loss.policy=gspo", False),
-        ("model.path=Qwen/Qwen3-8B", False),
     ],
 )
 def test_experts_trained_by_token_ratios_in_several_updates_are_warned_of(
@@ -120,8 +119,7 @@ def test_experts_trained_by_token_ratios_in_several_updates_are_warned_of(
 ) -> None:
     preset = str(ROOT / "configs" / "grpo-qwen3-30b-a3b-2n8g.yaml")
     two_updates = ("batch.samples_per_update=1024", "algorithm.correction=null")
-    options = ("actor.parallel.ep=1",) if "8B" in override else ()
-    _, output = check(preset, *two_updates, *options, override, "--offline")
+    _, output = check(preset, *two_updates, override, "--offline")
     assert ("warn  experts: 2 updates per step with ratios of single tokens" in output) == warned
 
 
@@ -166,7 +164,6 @@ def test_workers_register_the_calls_of_the_table() -> None:
     "overrides",
     [
         (),
-        ("algorithm.kl.where=none",),
         ("algorithm.kl.where=loss", "batch.samples_per_update=32"),
         ("algorithm.correction={}", "batch.samples_per_update=32"),
         ("algorithm.advantage=remax", "critic=null", "placement.roles.critic=null"),
@@ -206,6 +203,8 @@ def test_a_column_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_everything_is_well(check: Callable[..., tuple[int, str]], model: Path, tmp_path: Path) -> None:
     code, output = check(*small(model))
     assert code == 0, output
+    assert f"ok    model of the actor: {model}: qwen3, 1 files of 0.0 GiB" in output
+    assert f"ok    model of the critic: {model}" in output
     assert "ok    tokenizer: 262 tokens" in output
     assert "ok    data.train.sums: 8100 rows, 262 checked: prompts of 9 to 9 tokens" in output
     assert "ok    rewards of data.train.sums: the correct answers, written as '20', score 1, 1, 1, 1" in output
@@ -325,8 +324,9 @@ def test_bad_rows_long_prompts_and_ids_that_occur_twice(
     assert "warn  data.train.sums: 1 of 12 prompts are too long and will be dropped" in output
     assert "fail  data.train.sums: rows.jsonl:12: column `prompt` must be" in output
     assert "occurs twice" not in output
-    code, output = check(*small(model), *source, "data.max_bad_rows=3", "--all-rows")
-    assert code == 0
+    assert check(*small(model), *source, "data.max_bad_rows=1", "--all-rows")[0] == 2
+    code, output = check(*small(model), *source, "data.max_bad_rows=2", "--all-rows")
+    assert code == 0, "as many bad rows as are allowed"
     assert 'warn  data.train.sums: rows.jsonl:10: the id "8" occurs twice, first at rows.jsonl:9' in output
 
 
@@ -344,13 +344,6 @@ def test_no_tokenizer_and_too_few_prompts(check: Callable[..., tuple[int, str]],
 
 
 # --- models -----------------------------------------------------------------------------------------------------
-
-
-def test_the_files_of_every_model_are_looked_at(check: Callable[..., tuple[int, str]], model: Path) -> None:
-    code, output = check(*small(model))
-    assert code == 0
-    assert f"ok    model of the actor: {model}: qwen3, 1 files of 0.0 GiB" in output
-    assert f"ok    model of the critic: {model}" in output
 
 
 def test_a_model_of_the_hub_is_looked_at_where_the_cache_has_it(
@@ -529,25 +522,3 @@ def test_gpu_nodes_need_shared_memory_beside_the_columns() -> None:
 def test_the_hard_limit_of_open_files_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("mrl.preflight.node_facts.resource.getrlimit", lambda which: (1024, 65536))
     assert node_facts(str(tmp_path / "canary"), False)["max_files"] == 65536
-
-
-@pytest.mark.parametrize(("num_bad", "verdict"), [(1, "warn"), (2, "warn"), (3, "fail")])
-def test_as_many_bad_rows_as_are_allowed_are_a_warning(num_bad: int, verdict: str) -> None:
-    from mrl.data.rlhf_dataset import Prompt, SkippedRow
-    from mrl.data.sampler import Draw
-    from mrl.errors import BadRow
-    from mrl.preflight import data
-
-    config = config_of("data.max_bad_rows=2")
-    good: Any = object.__new__(Prompt)
-    object.__setattr__(good, "ids", [1, 2])
-    bad = [
-        SkippedRow(Draw(row, "sums", 0, row), error=BadRow("is empty", where=f"row {row}")) for row in range(num_bad)
-    ]
-    source = {"sums": config.data.train["sums"]}
-    tokenizer: Any = None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "open_dataset", lambda *_: [good, *bad])
-        patch.setattr(data, "_rows", lambda dataset, all_rows: dataset)
-        findings = list(data._check_source(config, source, tokenizer, False, []))
-    assert {finding.verdict for finding in findings if "is empty" in finding.what} == {verdict}

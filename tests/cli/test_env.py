@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from pathlib import Path
 
-import omegaconf
 import pytest
 
 from mrl.cli import env
@@ -17,24 +15,9 @@ from mrl.preflight import node_facts
 from mrl.preflight.node_facts import memory_bytes
 
 
-def test_a_probe_says_yes_only_when_the_code_ran() -> None:
-    assert failure("import json", timeout_s=30) == ""
-
-
-def test_a_probe_gives_the_last_line_of_the_failure() -> None:
-    why = failure("import no_such_library", timeout_s=30)
-    assert why == "ModuleNotFoundError: No module named 'no_such_library'"
-
-
 def test_a_probe_survives_a_crash_and_a_hang() -> None:
     assert failure("import os; os.abort()", timeout_s=30) == "exit status -6"
     assert failure("import time; time.sleep(60)", timeout_s=0.3) == "no answer within 0.3 s"
-
-
-def test_versions_are_those_installed() -> None:
-    versions = node_facts.versions()
-    assert versions["python"] == platform.python_version()
-    assert versions["omegaconf"] == omegaconf.__version__
 
 
 def test_devices_are_within_those_of_the_machine() -> None:

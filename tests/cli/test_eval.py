@@ -60,8 +60,8 @@ def test_without_a_word_it_is_the_runs_own_validation(parsed: Callable[..., argp
 
 def test_temperatures_and_k_are_measured_one_by_one(parsed: Callable[..., argparse.Namespace]) -> None:
     """At temperature 0 there is one response for any k; an override applies to all measurements."""
-    settings = sampling(parsed("run.yaml", "--temperatures", "0,0.5,1", "--k", "1,8", "validation.top_k=7"))
-    assert settings == [(True, 1.0, 0, 1, []), (False, 0.5, 7, 8, [1, 8]), (False, 1.0, 7, 8, [1, 8])]
+    settings = sampling(parsed("run.yaml", "--temperatures", "0,0.5,1", "--k", "8,1", "validation.top_k=7"))
+    assert settings == [(True, 1.0, 0, 1, []), (False, 0.5, 7, 8, [8, 1]), (False, 1.0, 7, 8, [8, 1])]
 
 
 def test_a_model_is_measured_by_a_configuration(parsed: Callable[..., argparse.Namespace]) -> None:

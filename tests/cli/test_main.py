@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import mrl
 from mrl.cli import main as frame
 from mrl.cli.main import VERBS, main
 from mrl.errors import EXIT_STOPPED, ConfigError, Problem, WorkerDied
@@ -32,13 +31,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 def test_no_verb_prints_a_quick_start_of_four_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--version"])
-    assert left.value.code == 0
-    assert capsys.readouterr().out == f"mrl {mrl.__version__}\n"
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,12 +62,6 @@ def test_the_example_of_every_verb_parses(name: str) -> None:
 def test_an_unknown_verb_is_named_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["shwo"]) == 2
     assert capsys.readouterr().err == 'mrl: unknown verb "shwo"; did you mean "show"?\n'
-
-
-def test_an_unknown_option_is_a_usage_error() -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--nonsense"])
-    assert left.value.code == 2
 
 
 @pytest.mark.parametrize(

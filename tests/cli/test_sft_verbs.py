@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from mrl.cli.main import main
-from mrl.config.resolved.load import load_any_config, load_config, load_config_of
-from mrl.config.schema import Config
-from mrl.config.sft import SftConfig
+from mrl.config.resolved.load import load_config, load_config_of
 from mrl.demo.model import make_model
-from mrl.errors import ConfigError
 from mrl.plan.machine_memory import machine_plan_input, plan_machine
 from mrl.plan.memory import role_stages, update_phase
 from mrl.plan.plan_input import make_plan_input
@@ -26,32 +23,6 @@ GPUS = ["cluster={devices_per_node: 8, device: gpu}", "placement.pools.laptop=8"
 LARGE = ["--model", "meta-llama/Llama-3.1-8B"]
 
 pytestmark = pytest.mark.needs
-
-
-def test_the_keys_tell_which_kind_a_configuration_is() -> None:
-    assert isinstance(load_any_config(SFT).config, SftConfig)
-    assert isinstance(load_any_config(PPO).config, Config)
-    for asked, path, verb in (("train", SFT, "sft"), ("sft", PPO, "train")):
-        with pytest.raises(ConfigError) as caught:
-            load_config_of(asked, path)
-        (problem,) = caught.value.problems
-        assert (problem.fix, "is a configuration of" in problem.what) == (f"mrl {verb} {path}", True)
-
-
-def test_a_run_that_never_resumes_is_not_restarted() -> None:
-    with pytest.raises(ConfigError, match="a run that never resumes cannot be restarted"):
-        load_config_of("sft", SFT, ["training.max_restarts=1", "training.resume=never"])
-
-
-def test_show_writes_what_loads_as_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", SFT, "training.steps=7"]) == 0
-    (tmp_path / "shown.yaml").write_text(capsys.readouterr().out)
-    assert (
-        load_config_of("sft", str(tmp_path / "shown.yaml")).config
-        == load_config_of("sft", SFT, ["training.steps=7"]).config
-    )
-    assert main(["show", SFT, SFT, "training.steps=7"]) == 0
-    assert "+ training.steps: 7  # command line" in capsys.readouterr().out
 
 
 def test_explain_and_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,26 +145,10 @@ ROOM = {**LAYOUT, "rollout__max_prompt_tokens": 1000, "rollout__max_response_tok
             {"rollout__tp": 2, "rollout__replicas": 5},
             "rollout.replicas",
         ),
-        ({"rollout__tp": 8}, {"rollout__tp": 16}, "rollout.tp"),
-        (
-            {"placement__pools__all": 8},
-            {"placement__pools__all": 9},
-            "placement.pools",
-        ),
         (
             {"algorithm__kl__where": "both", "algorithm__kl__target": 0.1},
             {"algorithm__kl__where": "loss", "algorithm__kl__target": 0.1},
             "algorithm.kl.target",
-        ),
-        (
-            {"algorithm__kl__where": "reward", "algorithm__kl__target": 0.1},
-            {"algorithm__kl__where": "none", "algorithm__kl__target": 0.1},
-            "algorithm.kl.target",
-        ),
-        (
-            {**LAYOUT, **BATCH, "batch__samples_per_update": 96},
-            {**LAYOUT, **BATCH, "batch__samples_per_update": 64},
-            "batch.samples_per_update",
         ),
         (
             {**LAYOUT, **BATCH, "batch__samples_per_update": 8},
@@ -175,16 +159,6 @@ ROOM = {**LAYOUT, "rollout__max_prompt_tokens": 1000, "rollout__max_response_tok
             {**LAYOUT, **BATCH, "batch__samples_per_update": 8},
             {**LAYOUT, **BATCH, "batch__samples_per_update": 8, "batch__prompts_per_step": 25},
             "batch.prompts_per_step",
-        ),
-        (
-            {**LAYOUT, "actor__parallel__pp": 2, "actor__parallel__vpp": 2},
-            {**LAYOUT, "actor__parallel__vpp": 2},
-            "actor.parallel.vpp",
-        ),
-        (
-            {**LAYOUT, "actor__parallel__tp": 2, "actor__parallel__sequence_parallel": "true"},
-            {**LAYOUT, "actor__parallel__sequence_parallel": "true"},
-            "actor.parallel.sequence_parallel",
         ),
     ],
     ids=str,

@@ -38,10 +38,8 @@ def test_values_arrive_typed(valid: str, write: Write) -> None:
 @pytest.mark.parametrize(
     "scalar",
     [
-        *("1e-6", "1e5", "-1e5", "+1E3", "12e03", "1.5E+3", "1.e2", "1_0e3", "1__0e3", "_1e3", "1_e3", "1e", "e5"),
-        *(".e5", "1.5", "1_000.5", "1.", ".5", ".inf", "-.INF", ".nan", "1_000", "0x1F", "0b11", "0o17", "08"),
-        *("yes", "On", "n", "TRUE", "~", "Null", "", "2024-01-01", "2024-01-01 10:00:00", "'1e-6'", "!!float 1e3"),
-        *("!!str 3", "!!null x", "???", "a b", "[1e-6, [x]]", "{a: {b: 1e-6}}"),
+        *("1e-6", "+1E3", "1.5E+3", "1.e2", "1_0e3", "_1e3", "1e", "e5", ".e5", "1_000.5", "-.INF", ".nan", "0x1F"),
+        *("0o17", "08", "yes", "n", "~", "", "2024-01-01", "'1e-6'", "!!float 1e3", "!!str 3", "[1e-6, [x]]"),
     ],
 )
 def test_values_are_those_that_omegaconf_reads(scalar: str) -> None:
@@ -91,11 +89,6 @@ def test_a_chain_of_files(valid: str, write: Write) -> None:
     assert origin(resolved, "batch.prompts_per_step") == "base/more.yaml:2"
     assert origin(resolved, "batch.samples_per_prompt") == "run.yaml:3"
     assert origin(resolved, "batch.samples_per_update") == "base/ppo.yaml:18"
-
-
-def test_the_parent_path_is_relative_to_the_file(valid: str, write: Write) -> None:
-    write(valid, "one/base.yaml")
-    assert load_config(write("extends: ../one/base.yaml\n", "two/run.yaml")).config.run.name == "demo"
 
 
 def test_a_mistake_in_a_parent_names_the_parent(valid: str, write: Write) -> None:
@@ -156,10 +149,6 @@ def test_a_section_taken_over_by_interpolation(valid: str, write: Write) -> None
     assert resolved.config.critic == resolved.config.actor
     assert origin(resolved, "critic.parallel.tp") == "command line"
     assert origin(resolved, "critic.parallel.pp") == "default"
-
-
-def test_the_later_override_wins(valid: str, write: Write) -> None:
-    assert load_config(write(valid), ["run.name=a", "run.name=b"]).config.run.name == "b"
 
 
 def test_override_values_may_hold_anything(valid: str, write: Write) -> None:
@@ -232,10 +221,6 @@ def test_presets_pass_and_stay_short(preset: Path) -> None:
     assert preset.read_text().startswith("# ")
 
 
-def test_there_are_presets() -> None:
-    assert {preset.stem for preset in PRESETS} >= {"laptop-ppo", "laptop-grpo", "ppo-llama3.1-70b-8n8g"}
-
-
 def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, write: Write) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(write(valid), ["actor.paralel.tp=2", "actor.parallel.tpp=2"])
@@ -251,15 +236,10 @@ def test_an_unknown_key_of_an_override_is_the_command_lines_mistake(valid: str, 
     [
         ("rollout.tp=2", "rollout: unknown key"),
         ("actor.parallel.tp=4", 'actor.parallel: tp x cp x pp = 4 does not divide the 2 devices of pool "laptop"'),
-        ("actor.optimizer={learning_rate: 1}", "actor.optimizer.learning_rate: OptimizerConfig"),
-        ("data.train=null", "data.train"),
-        ("training.epochs=2", "training: steps and epochs are both set"),
         ("training.steps=null", "training: steps and epochs are both null"),
         ("training={epochs: 1, steps: null}", "training.epochs: sources with weights have no common epoch"),
         ("validation.every=5", "validation.every: data.validation has no source"),
         ("validation.keep_best=true", "validation.keep_best: nothing is validated: validation.every is 0"),
-        ("validation.samples=-1", "validation.samples: must be at least 0, not -1"),
-        ("validation.max_response_tokens=0", "validation.max_response_tokens: must be at least 1, not 0"),
     ],
 )
 def test_mistakes_in_an_sft_configuration(override: str, message: str) -> None:

@@ -66,34 +66,21 @@ def test_a_class_that_has_moved_is_a_warning(
         ("actor.ddp.nccl_ub=true", "True is refused: memory that is moved off the device between phases returns at"),
         ("actor.ddp.use_distributed_optimizer=false", "False is refused: it must be True"),
         ("actor.ddp.use_megatron_fsdp=true", "True is refused: it is for Megatron's FSDP"),
-        ("actor.ddp.average_in_collective=true", "True is refused: gradients are summed"),
         ("actor.optimizer.optimizer=muon", "muon is refused: it must be adam"),
         ("actor.optimizer.optimizer_cpu_offload=true", "True is refused: mrl already moves the whole optimizer state"),
-        ("actor.optimizer.initial_loss_scale=1024", "1024 is refused: it scales the loss for float16"),
-        ("actor.optimizer.bf16=true", "set by actor.dtype"),
         ("actor.megatron.cuda_graph_impl=local", "local is refused: memory that is moved off the device"),
-        ("actor.megatron.moe_aux_loss_coeff=0.01", "0.01 is refused: its value would depend on how the batch is split"),
         ("actor.megatron.moe_router_enable_expert_bias=true", "True is refused: the bias is not among the weights"),
         ("actor.megatron.hidden_dropout=0.1", "0.1 is refused: log-probs would not be those of the policy"),
         ("actor.megatron.calculate_per_token_loss=false", "set by mrl, to true"),
-        ("actor.megatron.fp16=true", "set by actor.dtype"),
         ("actor.megatron.layernorm_epsilon=0.01", "set by the model's config.json (remove this key)"),
-        ("actor.megatron.qk_layernorm=false", "set by the model's config.json"),
-        ("actor.megatron.moe_router_topk=1", "set by the model's config.json"),
         ("actor.megatron.fp8=hybrid", "hybrid is refused: training in 8 or 4 bits has not been tested"),
         ("actor.megatron.moe_token_dispatcher_type=flex", "set by mrl, to alltoall"),
-        ("actor.megatron.moe_enable_deepep=true", "True is refused: its kernels have not been compared with"),
-        ("actor.megatron.tp_comm_overlap=true", "True is refused: it needs Transformer Engine's user buffers"),
-        ("actor.megatron.cpu_offloading=true", "True is refused: activations on the host have not been tested"),
-        ("actor.megatron.moe_enable_routing_replay=true", "True is refused: it has no effect: the engine's routes"),
         (
             "actor.megatron.recompute_modules=[mlp, layernorm]",
             "['mlp', 'layernorm'] is refused: it must be core_attn or",
         ),
         ("rollout.vllm.logprobs_mode=raw_logprobs", "set by mrl, to processed_logprobs: ratios need"),
-        ("rollout.vllm.seed=3", "set by training.seed: every sample has its own seed"),
         ("rollout.vllm.load_format=auto", "set by mrl: the trainer sends weights"),
-        ("rollout.vllm.enable_lora=true", "True is refused: mrl trains and sends whole weights"),
         ("rollout.vllm.enable_return_routed_experts=true", "True is refused: it has no effect: the engine's routes"),
         ("rollout.vllm.kv_transfer_config={kv_role: kv_both}", "{'kv_role': 'kv_both'} is refused: cached data"),
     ],
@@ -104,23 +91,6 @@ def test_what_would_break_a_promise_is_refused_with_its_reason(
     with pytest.raises(ConfigError) as error:
         load_config(write(valid), [override])
     assert f"{override.partition('=')[0]}: {reason}" in str(error.value)
-
-
-@pytest.mark.needs
-@pytest.mark.parametrize(
-    ("override", "null"),
-    [
-        ("rollout.vllm.gpu_memory_utilization=null", "must be float, not null"),
-        ("actor.optimizer.weight_decay=null", "must be float, not null"),
-    ],
-)
-def test_null_is_refused_where_the_library_knows_none(
-    override: str, null: str, valid: str, write: Callable[..., str]
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        load_config(write(valid), [override])
-    assert null in str(error.value)
-    load_config(write(valid), ["rollout.vllm.max_num_seqs=null", "actor.megatron.recompute_granularity=null"])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import yaml
 from mrl.config.arithmetic import role_batch, tokens_limit
 from mrl.config.resolved.load import load_any_config, load_config_of
 from mrl.config.resolved.render import render
-from mrl.config.resolved.run_directory import open_run_directory
-from mrl.config.sft import DpoConfig, RmConfig
+from mrl.config.sft import DpoConfig, RmConfig, SftConfig
 from mrl.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -37,9 +36,8 @@ def test_message(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("verb", "of", "more"),
     [
-        *(("train", "rm", ""), ("train", "dpo", ""), ("sft", "rm", ""), ("sft", "dpo", "")),
-        *(("rm", "train", ""), ("rm", "dpo", ""), ("rm", "sft", ", or add the section reward")),
-        *(("dpo", "train", ""), ("dpo", "rm", ""), ("dpo", "sft", ", or add the section preference")),
+        *(("train", "rm", ""), ("sft", "dpo", ""), ("rm", "train", "")),
+        *(("rm", "sft", ", or add the section reward"), ("dpo", "sft", ", or add the section preference")),
     ],
 )
 def test_a_configuration_of_another_command(verb: str, of: str, more: str) -> None:
@@ -47,17 +45,7 @@ def test_a_configuration_of_another_command(verb: str, of: str, more: str) -> No
     assert problem == f"this is a configuration of `mrl {of}`, not of `mrl {verb}` (mrl {of} {PATHS[of]}{more})"
 
 
-def test_a_run_directory_of_another_command(tmp_path: Path) -> None:
-    here = [f"run={{name: one, dir: {tmp_path}}}"]
-    with open_run_directory(load_config_of("rm", PATHS["rm"], here), may_go_on=True) as directory:
-        (directory / "checkpoints" / "step-000001").mkdir(parents=True)
-    with pytest.raises(ConfigError) as caught:
-        open_run_directory(load_config_of("dpo", PATHS["dpo"], here), may_go_on=True).__enter__()
-    (problem,) = caught.value.problems
-    assert problem.what == "a run of `mrl rm` has checkpoints here, but `mrl dpo` cannot continue from them"
-
-
-@pytest.mark.parametrize(("verb", "kind"), [("rm", RmConfig), ("dpo", DpoConfig)])
+@pytest.mark.parametrize(("verb", "kind"), [("sft", SftConfig), ("rm", RmConfig), ("dpo", DpoConfig)])
 def test_what_is_shown_loads_as_the_same(verb: str, kind: type, tmp_path: Path) -> None:
     resolved = load_any_config(PATHS[verb])
     (tmp_path / "shown.yaml").write_text(render(resolved))
@@ -70,10 +58,6 @@ def test_a_list_of_others_and_regression_need_no_more_than_they_read() -> None:
     for part in ("train", "validation"):
         regression += [f"data.{part}.sums.columns={{rejected: null, label: score, ability: null}}"]
     assert load_config_of("rm", PATHS["rm"], [*regression, "actor.max_tokens_per_device=320"]).config
-
-
-def test_there_are_many_cases() -> None:
-    assert len(CASES) >= 30
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,12 @@ def test_near_values() -> None:
     assert nearest("key", [4, 8]) == "nearest: key=4 or 8"
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_proposed_value_puts_its_rule_right(seed: int, valid: str, write: Callable[..., str]) -> None:
     chance = random.Random(seed)
     path = write(valid)
     tried = 0
-    for _ in range(20):
+    for _ in range(12):
         overrides = [
             f"batch.prompts_per_step={chance.randint(1, 40)}",
             f"batch.samples_per_prompt={chance.randint(1, 8)}",
@@ -57,7 +57,7 @@ def test_a_proposed_value_puts_its_rule_right(seed: int, valid: str, write: Call
                     tried += 1
                     left = problems(path, [*overrides, f"{key}={value}"])
                     assert not [other for other in left if same_rule(what, other)], (overrides, what, fix, left)
-    assert tried > 30
+    assert tried > 18
 
 
 def same_rule(what: str, other: str) -> bool:

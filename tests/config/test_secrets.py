@@ -32,7 +32,6 @@ def everything_written(resolved: Resolved[Config], other: Resolved[Config]) -> s
         [f"rollout.vllm.hf_overrides.hf_token={CANARY}"],
         ["rollout.vllm.hf_overrides.hf_token=${oc.env:MRL_TEST_TOKEN}"],
         ["rollout.vllm.hf_overrides.tokenizer=${oc.env:MRL_TEST_TOKEN}"],
-        ["rollout.vllm.hf_overrides.tokenizer=x/${oc.env:MRL_TEST_TOKEN}/y"],
         ["rollout.vllm.hf_overrides.tokenizer=${oc.env:MRL_TEST_UNSET_TOKEN," + CANARY + "}"],
         [
             f"rollout.vllm.hf_overrides.hf_token={CANARY}",
@@ -40,7 +39,6 @@ def everything_written(resolved: Resolved[Config], other: Resolved[Config]) -> s
         ],
         [f"rollout.vllm.hf_overrides={{api_key: {CANARY}, b: [{{password: {CANARY}}}]}}"],
         [f"rollout.vllm.hf_overrides={{credentials: {{user: me, value: {CANARY}}}}}"],
-        [f"rollout.vllm.hf_overrides={{secret: [{CANARY}, x]}}"],
         [f"rollout.vllm.hf_overrides.tokenizer=https://me:{CANARY}@host/x"],
         [f"rollout.vllm.hf_overrides.tokenizer={CANARY}"],  # as written in the environment, without its name
         [f"model.path=org/{CANARY}"],  # hub names come back in a warning
@@ -93,11 +91,8 @@ def test_what_is_no_secret_stays(valid: str, write: Write) -> None:
         ("", ["hf_token=" + CANARY, "actor.hub_token=" + CANARY]),
         ("", ["batch.prompts_per_step=${oc.env:MRL_TEST_TOKEN}"]),
         ("", ["cluster.device=${oc.env:MRL_TEST_TOKEN}"]),
-        ("", ["run.name=${oc.env:MRL_TEST_TOKEN}"]),
         ("", ["run.dir=" + CANARY]),
         ("", ["model.path=./" + CANARY]),
-        ("", ["placement.pools.train=${oc.env:MRL_TEST_TOKEN}"]),
-        ("", ["placement.roles.actor=${oc.env:MRL_TEST_TOKEN}"]),
         ("", ["algorithm.advantage=${oc.env:MRL_TEST_TOKEN}"]),
         ("", ["rollout.vllm.hf_overrides.hf_token=" + CANARY, "batch.samples_per_update=5"]),
         ("", ["rollout.vllm.hf_tokn=" + CANARY]),
@@ -128,13 +123,11 @@ def test_canary_in_a_mistake(
         "password: !!int " + CANARY,
         "password: *" + CANARY,
         "password: !" + CANARY + " x",
-        "password: !" + CANARY + "!x y",
         "password: &" + CANARY + " 1\nother: &" + CANARY + " 2\nlast: [",
         "password: 012345670123",
         "password: ${" + CANARY,
         "password: ${oc.decode:'" + CANARY + " {'}",
         "password: {" + CANARY + ": [1, 2}",
-        "password: [" + CANARY + "]",
     ],
 )
 def test_a_secret_that_is_written_out_and_cannot_be_read(line: str, valid: str, write: Write) -> None:

@@ -6,7 +6,6 @@ Each test reads `events.jsonl` and the kernel's process table.
 from __future__ import annotations
 
 import re
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from mrl.controller.call import RankFailure, root_causes
 from mrl.controller.node_agent import read_process
 from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 from mrl.events import Event, RanksReleased, WorkerFault, WorkersStarted, read_events
-from tests.conftest import MakeGroup
+from tests.conftest import MakeGroup, make_rank_workers
 
 
 def last(path: Path, kind: type[Event]) -> Event:
@@ -65,23 +64,6 @@ def test_a_killed_worker_is_the_culprit_not_its_neighbours(run_context: RunConte
     assert_ended(run_context, group, caught.value)
 
 
-@pytest.mark.parametrize(
-    ("by", "named"), [(signal.SIGSEGV, "Segmentation fault"), (signal.SIGBUS, "Bus error")], ids=["segv", "bus"]
-)
-def test_a_crash_is_named_and_its_stack_shown(
-    by: signal.Signals, named: str, run_context: RunContext, doomed_workers: MakeGroup
-) -> None:
-    group = doomed_workers()
-    group.join()
-    with pytest.raises(WorkerDied) as caught:
-        group.die(2, after_s=0.0, by=int(by))
-    first, *rest = str(caught.value).splitlines()
-    assert first.endswith(f"it crashed: {named} (see the stack in the log)")
-    assert any("in die" in line for line in rest), "the innermost frames"
-    assert caught.value.ranks == (2,)
-    assert witness(run_context)[0].detail.startswith(f"it crashed: {named}")
-
-
 def test_one_that_raises_is_the_culprit_and_the_others_leave_the_collective(
     run_context: RunContext, doomed_workers: MakeGroup
 ) -> None:
@@ -120,14 +102,15 @@ def test_a_stopped_worker_is_found_long_before_the_deadline(run_context: RunCont
     assert_ended(run_context, group, caught.value)
 
 
-def test_one_that_hangs_is_told_from_those_that_wait_for_it(run_context: RunContext, doomed_workers: MakeGroup) -> None:
-    group = doomed_workers()
+def test_one_that_hangs_is_told_from_those_that_wait_for_it(run_context: RunContext) -> None:
+    context = replace(run_context, deadlines=replace(run_context.deadlines, call_s=10))
+    group = make_rank_workers(context, "critic")
     group.join()
     began = time.monotonic()
     with pytest.raises(WorkerSilent) as caught:
         group.spin_on(0)
     took = time.monotonic() - began
-    assert run_context.deadlines.call_s - 0.5 < took < run_context.deadlines.call_s + 5
+    assert context.deadlines.call_s - 0.5 < took < context.deadlines.call_s + 5
     message = str(caught.value)
     assert "critic rank 0 (tp0 dp0) on node " in message
     assert "did not answer in spin_on" in message
@@ -156,10 +139,14 @@ def test_one_that_hangs_in_c_shows_where(holds_gil: bool, run_context: RunContex
 
 
 def test_an_error_that_every_rank_raises_leaves_the_workers_alive(doomed_workers: MakeGroup) -> None:
+    from tests.controller.test_worker_group import prompts
+
     group = doomed_workers()
     with pytest.raises(WorkerRaised, match="every rank says the same"):
         group.raise_everywhere()
     assert group.who() == 0
+    with pytest.raises(WorkerRaised, match=r"declares \['values'\] but returned \['vaules'\]"):
+        group.forget_a_column(prompts())
 
 
 def test_where_one_raises_and_the_others_answer_the_group_ends(
@@ -185,20 +172,12 @@ def test_a_worker_that_cannot_start_says_why(run_context: RunContext, doomed_wor
     assert (fault.rank, fault.phase, fault.fault) == (2, "start", "raised")
 
 
-def test_a_broken_promise_to_write_is_named(doomed_workers: MakeGroup) -> None:
-    from tests.controller.test_worker_group import prompts
-
-    with pytest.raises(WorkerRaised, match=r"declares \['values'\] but returned \['vaules'\]"):
-        doomed_workers().forget_a_column(prompts())
-
-
 def test_secrets_stay_out_of_worker_logs(
-    run_context: RunContext, doomed_workers: MakeGroup, monkeypatch: pytest.MonkeyPatch
+    run_context: RunContext, rank_workers: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CANARY_API_KEY", "canary-in-a-coal-mine")
-    group = doomed_workers()
-    group.set_canary("canary-in-a-coal-mine")
-    group.say_secret()
+    rank_workers.set_canary("canary-in-a-coal-mine")
+    rank_workers.say_secret()
     texts = [path.read_text() for path in run_context.run_directory.rglob("*") if path.is_file()]
     assert any("the key is <redacted:CANARY_API_KEY>" in text for text in texts)
     assert not any("canary-in-a-coal-mine" in text for text in texts)

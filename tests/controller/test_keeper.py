@@ -64,40 +64,9 @@ with ray_cluster(ClusterConfig(devices_per_node=1, device="cpu")):
     worker = ray.remote(num_cpus=0)(Worker).remote()
     ray.get([worker.answer.remote() for _ in range(2000)])
     before = memory_mib()
-    for _ in range(8):
+    for _ in range(4):
         ray.get([worker.answer.remote() for _ in range(1000)])
     print(memory_mib() - before)
-"""
-
-CHURN = """
-import ctypes, sys, tempfile, threading
-from pathlib import Path
-from mrl.config.schema import ClusterConfig
-from mrl.controller import cluster
-from mrl.errors import SetupError
-
-sys.executable = "/bin/true"
-change, ends = ctypes.CDLL(None).setenv, threading.Event()
-
-def churn():
-    number = 0
-    while not ends.is_set():
-        change(b"CHURN_%d" % number, b"long" * 16, 1)  # without the GIL, as libraries that load do
-        number += 1
-
-thread = threading.Thread(target=churn)
-thread.start()
-messages = set()
-try:
-    for _ in range(40):
-        try:
-            with cluster._kept(ClusterConfig(devices_per_node=1, device="cpu"), Path(tempfile.gettempdir())):
-                pass
-        except SetupError as error:
-            messages.add(str(error))
-finally:
-    ends.set()
-print(*messages)
 """
 
 
@@ -117,13 +86,9 @@ class ClosedAfterALine:
 
 
 def named(processes: set[Process], name: str) -> int:
-    (found,) = (pid for pid, _ in processes if Path(f"/proc/{pid}/comm").read_text().strip() == name)
+    files = [Path(f"/proc/{pid}/comm") for pid, _ in filter(is_there, processes)]
+    (found,) = (int(file.parent.name) for file in files if file.read_text().strip() == name)
     return found
-
-
-def test_ray_starts_while_libraries_change_the_environment(tmp_path: Path) -> None:
-    """A copy is passed on: if another thread grows the environment, the kernel could read freed memory (EFAULT)."""
-    assert "it printed nothing" in run_python("-c", CHURN, TMPDIR=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -269,4 +234,4 @@ def test_ray_reports_to_nobody() -> None:
 
 
 def test_ray_keeps_no_record_of_the_calls_that_a_run_makes() -> None:
-    assert float(run_python("-c", CALLS)) < 5, "MiB of 8,000 calls"
+    assert float(run_python("-c", CALLS)) < 3, "MiB of 4,000 calls"

@@ -64,18 +64,6 @@ def test_another_process_with_the_same_number_is_not_the_one_that_was(sleeper: s
     assert view(ProcessId(process.pid, process.start_ticks + 1)).is_gone
 
 
-@pytest.mark.parametrize(
-    ("state", "is_gone", "is_stopped"),
-    [
-        *[(state, False, False) for state in "RSDI"],
-        *[(state, False, True) for state in "Tt"],
-        *[(state, True, False) for state in ("Z", "X", None)],
-    ],
-)
-def test_states_of_the_kernel(state: str | None, is_gone: bool, is_stopped: bool) -> None:
-    assert (ProcessView(state).is_gone, ProcessView(state).is_stopped) == (is_gone, is_stopped)
-
-
 def test_processes_that_do_not_end_are_ended(sleeper: subprocess.Popen[bytes]) -> None:
     agent, process = NodeAgent(), id_of(sleeper)
     other = ProcessId(process.pid, process.start_ticks + 1)

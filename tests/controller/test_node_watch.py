@@ -57,7 +57,10 @@ def process_of(node: RayNode, name: str) -> int:
     ("name", "number", "said", "limit_s"),
     [
         ("gcs_server", signal.SIGSTOP, r"the head of the Ray cluster at {} is lost: it has not answered for \d s", 15),
-        ("raylet", signal.SIGKILL, "the Ray of the cluster at {} has ended on this node", 5),
+        pytest.param(
+            *("raylet", signal.SIGKILL, "the Ray of the cluster at {} has ended on this node", 5),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_end_of_a_joined_cluster_is_the_end_of_a_run(

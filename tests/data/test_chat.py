@@ -11,13 +11,11 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from mrl.config.schema import RolloutConfig
 from mrl.data.chat import ChatTokenizer, compare_tokenizer, load_tokenizer
 from mrl.data.conversation import PromptEncoder, prompt_encoder
-from mrl.data.rlhf_dataset import open_dataset
 from mrl.data.rows import PromptRow
 from mrl.errors import BadRow, DataError
-from tests.data.conftest import batch_of, data_config, good_row, jsonl
+from tests.data.conftest import data_config
 
 BOS = "<|system|>"
 """Stands for Llama's beginning-of-text: the template writes it, and the tokenizer would add it again."""
@@ -56,17 +54,7 @@ def test_the_template_alone_writes_special_tokens(with_bos: ChatTokenizer) -> No
     assert encoder.encode([]) == []
 
 
-def test_a_prompt_of_the_data_begins_with_one_such_token(here: Path, with_bos: ChatTokenizer) -> None:
-    Path("rows.jsonl").write_bytes(jsonl(good_row(prompt="why?")))
-    data = data_config("rows.jsonl")
-    rollout = RolloutConfig(max_prompt_tokens=64, max_response_tokens=8)
-    batch = batch_of(open_dataset(data.train, data, rollout, with_bos), [0])
-    ids = batch.values("prompts").tolist()
-    assert ids.count(with_bos.get_vocab()[BOS]) == 1
-    assert with_bos.decode(ids) == batch["prompt_text"][0]
-
-
-@pytest.mark.parametrize("control", ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"])
+@pytest.mark.parametrize("control", ["<|end|>", "<|system|>"])
 def test_no_message_speaks_with_another_roles_voice(tokenizer: ChatTokenizer, control: str) -> None:
     encoder = PromptEncoder(tokenizer, {})
     with pytest.raises(BadRow) as caught:
@@ -76,23 +64,6 @@ def test_no_message_speaks_with_another_roles_voice(tokenizer: ChatTokenizer, co
         "  fix: remove it: it would speak in another role"
     )
     assert encoder.render(row_of("<|end |>", "<|Pad|>")).endswith("<|assistant|>")
-
-
-def test_every_message_stands_in_the_prompt_and_the_answer_may_begin(tokenizer: ChatTokenizer) -> None:
-    text = PromptEncoder(tokenizer, {}).render(row_of("one", "two"))
-    assert text == "<|user|>one<|end|><|user|>two<|end|><|assistant|>"
-
-
-def test_a_template_that_refuses_a_prompt_names_the_row(tokenizer_directory: Path, tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    shutil.copytree(tokenizer_directory, made)
-    (made / "chat_template.jinja").write_text("{{ raise_exception('users only') }}")
-    with pytest.raises(BadRow) as caught:
-        PromptEncoder(load_tokenizer(str(made)), {}).render(row_of("one"))
-    assert str(caught.value) == (
-        "rows.jsonl:1: the chat template raised an error on this prompt: users only\n"
-        "  fix: correct the row, or the template's options in data.template"
-    )
 
 
 def test_a_reward_model_reads_the_policys_ids(

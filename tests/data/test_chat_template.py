@@ -48,10 +48,8 @@ HOSTILE = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": (
         "rendering took more than 0.3 s of CPU time"
     ),
-    "{{ 10 ** (10 ** 10) }}": "rendering took more than 0.3 s of CPU time",
     "{% for i in range(10 ** 10) %}{% endfor %}": "Range too big",
     "{{ 'a' * 10 ** 10 }}": "needs more than 1024 MiB",
-    "{{ '%010000000000d' % 1 }}": "needs more than 1024 MiB",
     "{{ 'a' * 5000000 }}": "writes 5000000 characters; at most 4194304",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "maximum recursion depth exceeded",
     "{{ 1 / 0 }}": "division by zero",
@@ -97,9 +95,8 @@ def test_a_template_that_loops_on_everything_is_found_when_it_is_loaded(here: Pa
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("marked", [False, True])
-def test_what_is_rendered_is_what_transformers_renders(name: str, marked: bool, tmp_path: Path) -> None:
-    tokenizer: Any = save_tokenizer(name, tmp_path, marked=marked)
+def test_what_is_rendered_is_what_transformers_renders(name: str, tmp_path: Path) -> None:
+    tokenizer: Any = save_tokenizer(name, tmp_path)
     for messages, calls in ((TALK[:1], True), (ASKED, True), (TALK, False)):
         row = PromptRow(tuple(messages), "x", None, None, {}, None, "here")
         encoder = prompt_encoder(tokenizer, data_config("rows.jsonl", template={"enable_thinking": False}))

@@ -16,14 +16,6 @@ from tests.data.chat_templates import TEMPLATES, save_tokenizer
 
 THOUGHT = "<think>\nand so on\n</think>\n\n"
 TALK = ["What is the sum of 1 and 2?", "It is 3.", "4 and 44?", "48\n\nand so on."]
-ENDS = {name: control[0] for name, (_, control, _) in TEMPLATES.items()}
-BETWEEN = {
-    "qwen2.5": "\n<|im_start|>user\n4 and 44?<|im_end|>\n<|im_start|>assistant\n",
-    "qwen3": "\n<|im_start|>user\n4 and 44?<|im_end|>\n<|im_start|>assistant\n",
-    "llama3.1": "<|start_header_id|>user<|end_header_id|>\n\n4 and 44?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    "mistral0.3": "[INST] 4 and 44?[/INST]",
-}
 
 
 def talk_of(*texts: str) -> list[dict[str, str]]:
@@ -49,20 +41,6 @@ def in_runs(tokenizer: Any, answer: Continuation) -> list[tuple[bool, str]]:
     pairs = zip(answer.is_learned, answer.ids, strict=True)
     runs = [(of, [token for _, token in pairs]) for of, pairs in groupby(pairs, key=lambda pair: pair[0])]
     return [(of, tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for of, ids in runs]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_every_turn_is_learned_with_its_end_and_nothing_else_is(name: str, tmp_path: Path) -> None:
-    tokenizer = save_tokenizer(name, tmp_path)
-    _, answer = learned(tokenizer, talk_of(*TALK), 1)
-    last = "<think>\n\n</think>\n\n" + TALK[3] if name == "qwen3" else TALK[3]
-    runs = in_runs(tokenizer, answer)
-    if name == "mistral0.3":  # a decoder of its kind drops and adds spaces around control tokens
-        runs = [(of, text.replace(" ", "")) for of, text in runs]
-        expected = [(True, "Itis3.</s>"), (False, "[INST]4and44?[/INST]"), (True, "48\n\nandsoon.</s>")]
-    else:
-        expected = [(True, TALK[1] + ENDS[name]), (False, BETWEEN[name]), (True, last + ENDS[name])]
-    assert runs == expected
 
 
 @pytest.mark.parametrize("system", [True, False])

@@ -6,7 +6,6 @@ import bz2
 import gzip
 import lzma
 import os
-import random
 import shutil
 import signal
 import socket
@@ -128,9 +127,11 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
+EACH_ONCE = [*(("FIFO", reader) for reader in READERS), *((kind, "jsonl") for kind in KINDS), ("circle", "weights")]
+
+
 @pytest.mark.usefixtures("within_limit")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("kind", "reader"), dict.fromkeys(EACH_ONCE))
 def test_what_is_no_file_is_named_at_once(kind: str, reader: str, here: Path, tokenizer_directory: Path) -> None:
     shutil.copytree(tokenizer_directory, "model")
     make, what = KINDS[kind]
@@ -144,8 +145,7 @@ def test_what_is_no_file_is_named_at_once(kind: str, reader: str, here: Path, to
 PACKED = {"gunzip": gzip.compress, "unxz": lzma.compress, "bunzip2": bz2.compress}
 
 
-@pytest.mark.parametrize("program", PACKED)
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize(("program", "name"), zip(PACKED, ["rows.jsonl", "rows.parquet", "rows.jsonl"], strict=True))
 def test_a_compressed_file_says_how_it_is_unpacked(program: str, name: str, here: Path) -> None:
     Path(name).write_bytes(PACKED[program](jsonl(good_row())))
     with pytest.raises(DataError) as caught:
@@ -189,28 +189,9 @@ def test_a_jsonl_file_that_is_cut_while_it_is_read(here: Path) -> None:
     assert not isinstance(caught.value, BadRow), "no row of it is bad, and none may be skipped"
 
 
-def test_every_damaged_page_is_an_error_or_other_rows(here: Path, dataset_of: OpenDataset) -> None:
-    write_groups(Path("rows.parquet"), 100)
-    whole, chance = Path("rows.parquet").read_bytes(), random.Random(7)
-    refused = []
-    for _ in range(40):
-        damaged = bytearray(whole)
-        for at in chance.choices(range(len(whole)), k=chance.choice((1, 8, 64))):
-            damaged[at] ^= 1 << chance.randrange(8)
-        Path("rows.parquet").write_bytes(damaged)
-        try:
-            dataset = dataset_of(train="rows.parquet")
-            for result in dataset.check():
-                assert isinstance(result.error, DataError)
-        except DataError as error:
-            refused.append(str(error))
-    assert len(refused) > 10
-    assert all("rows.parquet" in refusal for refusal in refused)
-
-
 @pytest.mark.usefixtures("within_limit")
-@pytest.mark.parametrize("text", ["a" * 10_000_000, "1 + 1 = " * 1_250_000, "\u00e9" * 5_000_000])
-def test_a_prompt_of_megabytes_is_refused_and_counted(text: str, here: Path, dataset_of: OpenDataset) -> None:
+def test_a_prompt_of_megabytes_is_refused_and_counted(here: Path, dataset_of: OpenDataset) -> None:
+    text = "1 + 1 = " * 1_250_000
     parts = [{"role": "user", "content": text[begin : begin + 1_000_000]} for begin in range(0, len(text), 1_000_000)]
     rows = good_row(prompt=text), good_row(prompt=parts), good_row(prompt=text[: 1 << 19]), good_row()
     Path("rows.jsonl").write_bytes(jsonl(*rows))

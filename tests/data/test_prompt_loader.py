@@ -32,11 +32,11 @@ def skipped(log: EventLog) -> list[SampleSkipped]:
 def test_resuming_between_any_two_steps_gives_the_same_steps(here: Path, loader_of: OpenLoader) -> None:
     rows = [good_row(number) for number in range(11)]
     Path("rows.jsonl").write_bytes(jsonl(*rows[:4], LONG, *rows[4:8], b"{", *rows[8:]))
-    fields = {"train": {"a": "rows.jsonl", "b": "toy:addition"}, "overlong": "drop", "max_bad_rows": 1}
-    fields["train"] = {
+    sources = {
         "a": SourceConfig(dataset="rows.jsonl", weight=2),
         "b": SourceConfig(dataset="toy:sorting", options={"size": 5}, weight=1),
     }
+    fields = {"train": sources, "overlong": "drop", "max_bad_rows": 1}
     whole = loader_of(prompts_per_step=3, **fields)
     states = [json.loads(json.dumps(whole.state_dict()))]
     steps = []
@@ -52,30 +52,12 @@ def test_resuming_between_any_two_steps_gives_the_same_steps(here: Path, loader_
     assert list(states[-1]["skips"]["bad_rows"]) == ["a/9"]
 
 
-def test_steps_are_full_and_cross_epochs_without_loss(here: Path, loader_of: OpenLoader) -> None:
-    Path("rows.jsonl").write_bytes(jsonl(*[good_row(number) for number in range(5)]))
-    drawn = [uid for step in uids(loader_of(train="rows.jsonl", prompts_per_step=3), 10) for uid in step]
-    assert sorted(drawn) == sorted(f"train/{epoch}/{row}" for epoch in range(6) for row in range(5))
-
-
 def test_overlong_prompts_are_dropped_and_counted(here: Path, loader_of: OpenLoader, events: EventLog) -> None:
     Path("rows.jsonl").write_bytes(jsonl(good_row(0), LONG, good_row(2)))
     loader = loader_of(train="rows.jsonl", overlong="drop", shuffle=False, prompts_per_step=2)
     assert uids(loader, 1) == [["train/0/0", "train/0/2"]]
     assert loader.skips.overlong == {"train": 1}
     assert skipped(events) == [SampleSkipped(1, "prompt too long", "train row 1: 103 tokens")]
-
-
-def test_one_bad_line_among_many(here: Path, loader_of: OpenLoader, events: EventLog) -> None:
-    rows: list[object] = [good_row(number) for number in range(2000)]
-    rows[1234] = b'{"prompt": "why?"'
-    Path("rows.jsonl").write_bytes(jsonl(*rows))
-    loader = loader_of(train="rows.jsonl", prompts_per_step=500, max_bad_rows=1)
-    drawn = [uid for step in uids(loader, 8) for uid in step]
-    assert sorted(drawn[:1999]) == sorted(f"train/0/{row}" for row in range(2000) if row != 1234)
-    message = "rows.jsonl:1235: not a JSON object: Expecting ',' delimiter at column 18"
-    assert loader.skips.bad_rows == {"train/1234": message}
-    assert {event.detail for event in skipped(events)} == {message}  # seen in both epochs, counted once
 
 
 def test_one_bad_row_more_than_allowed_stops(here: Path, loader_of: OpenLoader) -> None:
@@ -89,18 +71,6 @@ def test_one_bad_row_more_than_allowed_stops(here: Path, loader_of: OpenLoader) 
         "  - rows.jsonl:2: a row must be an object of columns, not a list\n"
         "  - rows.jsonl:3: column `prompt` must be a list of messages or text, not null\n"
         "  fix: correct the rows, or raise data.max_bad_rows"
-    )
-
-
-def test_nothing_left_after_dropping(here: Path, loader_of: OpenLoader) -> None:
-    Path("rows.jsonl").write_bytes(jsonl(LONG, LONG))
-    sums = SourceConfig(dataset="toy:sorting", options={"size": 100})
-    loader = loader_of(train={"long": "rows.jsonl", "sums": sums}, overlong="drop", prompts_per_step=100)
-    with pytest.raises(DataError) as caught:
-        uids(loader, 1000)
-    assert str(caught.value) == (
-        'source "long": none of the last 4 drawn rows is usable (4 prompts were too long)\n'
-        "  fix: raise rollout.max_prompt_tokens, or remove the source"
     )
 
 

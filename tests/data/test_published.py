@@ -66,16 +66,10 @@ def test_countdown_brings_its_numbers() -> None:
     ("name", "row", "what"),
     [
         ("gsm8k", {**GSM8K[0], "answer": "She has 7."}, "the solution has no answer after ####"),
-        ("gsm8k", {**GSM8K[0], "answer": "####"}, "the solution has no answer after ####"),
         ("gsm8k", {**GSM8K[0], "question": None}, "column `question` must be a list of messages or text, not null"),
-        ("gsm8k", {**GSM8K[0], "question": " "}, "column `question` is blank"),
-        ("gsm8k", {"question": "How many?"}, "the column `answer` does not exist"),
-        ("gsm8k", ["How many?", "#### 7"], "a row must be an object of columns, not a list"),
         ("math", EMPTY_BOX, "the solution's box is empty"),
         ("math", {**MATH[0], "solution": "So it is 2."}, "the solution has no boxed answer"),
         ("math", {**MATH[0], "solution": "So $\\boxed{2"}, "the solution has no boxed answer"),
-        ("math", {**MATH[0], "problem": "a\0b"}, "column `problem` contains the character NUL at position 1"),
-        ("math", {**MATH[0], "type": 3}, "column `type` must be text, not the number 3"),
         (
             "search-r1",
             search_r1("who?"),
@@ -83,7 +77,6 @@ def test_countdown_brings_its_numbers() -> None:
         ),
         ("search-r1", search_r1("who?", " "), "column `reward_model.ground_truth.target[0]` is blank"),
         ("dapo17k", dapo("Find $n$.", "3", form="{}"), "the prompt does not use the published wording"),
-        ("dapo17k", dapo("Find $n$.", " "), "column `reward_model.ground_truth` is blank"),
         ("dapo17k", dapo("Find $n$.", "3") | {"prompt": dapo("a", "")["prompt"] * 2}, "the prompt must be one message"),
         *[
             ("countdown", row, "a row must have `nums` with two or more whole numbers, and `target` with one")
@@ -91,9 +84,7 @@ def test_countdown_brings_its_numbers() -> None:
                 {"target": 98, "nums": [98]},
                 {"target": 98, "nums": [44, 19.5]},
                 {"target": True, "nums": [1, 2]},
-                {"target": None, "nums": [1, 2]},
                 {"nums": [1, 2]},
-                [98, [44, 19, 35]],
             )
         ],
     ],
@@ -102,9 +93,3 @@ def test_a_row_that_is_none_is_refused_with_its_place(name: str, row: object, wh
     with pytest.raises(BadRow) as caught:
         PUBLISHED[name].read(row, "file:3")
     assert (caught.value.what, caught.value.where) == (what, "file:3")
-
-
-def test_what_is_fetched_is_pinned() -> None:
-    files = [(dataset.revision, file.sha256) for dataset in PUBLISHED.values() for file in dataset.files.values()]
-    assert all(len(revision) == 40 and len(digest) == 64 for revision, digest in files)
-    assert len({digest for _, digest in files}) == len(files)

@@ -30,7 +30,6 @@ def written(template: str, name: str, case: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_rebuilt_templates_write_what_the_published_ones_write(name: str) -> None:
     cases = {case: found for case, found in RECORDED.items() if name in found["texts"]}
-    assert len(cases) >= 9
     for template in (as_published(TEMPLATES[name][0]), TEMPLATES[name][0]):
         texts = {case: written(template, name, found) for case, found in cases.items()}
         assert texts == {case: found["texts"][name] for case, found in cases.items()}

@@ -51,21 +51,9 @@ def test_texts_follow_the_prompt() -> None:
     assert (row.data_source, row.ground_truth, row.extra_info) == ("pairs", None, {})
 
 
-def test_texts_follow_a_prompt_of_messages() -> None:
-    row = parsed(
-        {"question": [SYSTEM, USER], "good": "2", "bad": "4"}, prompt="question", chosen="good", rejected="bad"
-    )
-    assert (row.messages, row.said) == ((SYSTEM, USER), (said("2"), said("4")))
-
-
 def test_conversations_hold_their_prompt() -> None:
     row = parsed({"chosen": [SYSTEM, USER, said("2")], "rejected": [SYSTEM, USER, said("4")]})
     assert (row.messages, row.said) == ((SYSTEM, USER), (said("2"), said("4")))
-
-
-def test_the_prompt_of_conversations_goes_before_a_column_of_it() -> None:
-    row = parsed({"prompt": "as text", "chosen": [USER, said("2")], "rejected": [USER, said("4")]})
-    assert row.messages == (USER,)
 
 
 def test_messages_of_the_assistant_alone_follow_the_column_of_the_prompt() -> None:

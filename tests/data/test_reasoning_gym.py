@@ -14,7 +14,7 @@ from mrl.errors import DataError
 from tests.data.conftest import OpenDataset, batch_of
 
 pytest.importorskip("reasoning_gym", reason="pip install mrl[reasoning-gym]")
-TASKS = ("leg_counting", "basic_arithmetic", "letter_counting", "simple_equations", "countdown", "sudoku")
+TASKS = ("leg_counting", "basic_arithmetic", "countdown", "sudoku")
 
 
 @dataclass

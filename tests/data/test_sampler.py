@@ -8,8 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mrl.data.sampler import DifficultySampler, Draw, PromptSampler, shuffled
 from mrl.errors import DataError
@@ -38,22 +36,6 @@ def test_resuming_at_every_point_gives_exactly_the_rest(weights: dict[str, float
         resumed = sampler(weights, shuffle=shuffle)
         resumed.load_state_dict(state)
         assert draws(resumed, len(whole) - stop) == whole[stop:]
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.1, 0.25, 1.0, 3.0, 7.5])), min_size=1, max_size=4),
-    st.booleans(),
-    st.integers(0, 2**40),
-    st.integers(0, 100),
-)
-def test_resuming_any_mixture(sources: list[tuple[int, float]], weighted: bool, seed: int, stop: int) -> None:
-    sizes = {str(number): size for number, (size, _) in enumerate(sources)}
-    weights = {str(number): weight if weighted else None for number, (_, weight) in enumerate(sources)}
-    stopped = PromptSampler(sizes, weights, seed=seed, shuffle=True)
-    draws(stopped, stop)
-    resumed = PromptSampler(sizes, weights, seed=seed, shuffle=True)
-    resumed.load_state_dict(stopped.state_dict())
-    assert draws(stopped, 30) == draws(resumed, 30)
 
 
 def test_without_weights_every_row_comes_once_in_an_epoch() -> None:

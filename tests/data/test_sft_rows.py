@@ -114,12 +114,6 @@ def test_conversations_of_a_parquet_file(tokenizer: ChatTokenizer, here: Path) -
     assert tokenizer.decode(batch.values("responses").tolist()) == "4<|end|>"
 
 
-def test_a_source_without_answers_is_refused(tokenizer: ChatTokenizer, here: Path) -> None:
-    rows = dataset_of([{"prompt": "1?"}], tokenizer, here)
-    with pytest.raises(BadRow, match="the column `answer` does not exist"):
-        batch_of(rows, [0])
-
-
 def test_raw_text_is_ended_by_the_end_of_the_tokenizer(tokenizer: ChatTokenizer) -> None:
     encoder = PromptEncoder(tokenizer, {}, raw_text=True)
     row = PromptRow(tuple(TALK[:1]), "s", None, None, {}, None, "here", tuple(TALK[1:2]))

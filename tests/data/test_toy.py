@@ -6,11 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mrl.config.data import SourceConfig
-from mrl.data.chat import ChatTokenizer, load_tokenizer
+from mrl.data.chat import load_tokenizer
 from mrl.data.toy import TOY_TASKS, addition
 from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError
@@ -40,13 +38,6 @@ def test_answers_and_splits(task: str) -> None:
     assert 0.08 < len(validation) / len(whole) < 0.12
 
 
-def test_every_sum_occurs_once() -> None:
-    whole = TOY_TASKS["addition"]()
-    questions = {whole[index]["prompt"][0]["content"] for index in range(len(whole))}
-    assert len(questions) == 8100
-    assert {"10+10=", "99+99=", "10+99="} <= questions
-
-
 @pytest.mark.parametrize("task", sorted(TOY_TASKS.keys() - {"addition"}))
 def test_rows_depend_on_the_seed_alone(task: str) -> None:
     first, again, other = (TOY_TASKS[task](seed=seed) for seed in (1, 1, 2))
@@ -73,15 +64,6 @@ def test_datasets_by_name(dataset_of: OpenDataset) -> None:
     assert batch_of(dataset, [len(dataset) - 1])["ground_truth"].tolist() == ["9"]
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
-def test_tokenizer_loses_nothing(text: str) -> None:
-    tokenizer = shared_tokenizer()
-    (ids,) = tokenizer([text], add_special_tokens=False)["input_ids"]
-    if "<|" not in text:
-        assert len(ids) == len(text.encode())
-    assert tokenizer.decode(ids) == text
-
-
 def test_tokenizer_files_and_template(tmp_path: Path) -> None:
     num_tokens = save_toy_tokenizer(tmp_path)
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= {f.name for f in tmp_path.iterdir()}
@@ -96,18 +78,9 @@ def test_tokenizer_files_and_template(tmp_path: Path) -> None:
     (ids,) = tokenizer([text], add_special_tokens=False)["input_ids"]
     assert len(ids) == 9
     assert ids[-1] == tokenizer.eos_token_id
-
-
-_MADE: list[ChatTokenizer] = []
-
-
-@pytest.fixture(autouse=True)
-def _share(tokenizer: ChatTokenizer) -> None:
-    _MADE[:] = [tokenizer]
-
-
-def shared_tokenizer() -> ChatTokenizer:
-    return _MADE[0]
+    odd = "\tFüße 数\r\n\0"
+    (ids,) = tokenizer([odd], add_special_tokens=False)["input_ids"]
+    assert (len(ids), tokenizer.decode(ids)) == (len(odd.encode()), odd)
 
 
 def test_addition_of_smaller_numbers() -> None:

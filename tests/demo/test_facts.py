@@ -50,10 +50,10 @@ def test_keys_are_asked_for_in_one_part_and_found_in_no_other(part: str, num: in
 
 
 def test_what_a_key_stands_for_is_drawn_anew_in_each_conversation() -> None:
-    answers = Counter(Facts("ab", 1, seed).answer for seed in range(5000))
+    answers = Counter(Facts("ab", 1, seed).answer for seed in range(1000))
     assert len(answers) == 100
-    assert max(answers.values()) < 90, "a guess is right in one of a hundred"
-    assert len({Facts("ab", 2, seed).path[1] for seed in range(200)}) > 100
+    assert max(answers.values()) < 25, "a guess is right in one of a hundred"
+    assert len({Facts("ab", 2, seed).path[1] for seed in range(100)}) > 60
 
 
 def test_a_wrong_key_stands_for_a_number_too_and_always_for_the_same() -> None:
@@ -76,15 +76,14 @@ def test_a_question_mark_looks_up(text: str, key: str | None) -> None:
     assert bool(call.problem) == (key is None)
 
 
-@pytest.mark.parametrize("text", ["47", "", "ab", "4?ab"])
-def test_what_begins_otherwise_is_an_answer(text: str) -> None:
-    assert QuestionMark().parse(text) == []
+def test_text_that_begins_otherwise_is_an_answer() -> None:
+    assert [QuestionMark().parse(text) for text in ("47", "", "ab", "4?ab")] == [[]] * 4
 
 
 def test_a_third_of_the_lessons_is_right() -> None:
     rows, dice = Lessons(), random.Random(1)
     right, num_searches = 0, 0
-    drawn = [rows[index] for index in dice.sample(range(len(rows)), 3000)]
+    drawn = [rows[index] for index in dice.sample(range(len(rows)), 900)]
     for row in drawn:
         said = row["messages"][1:]
         searches = [message["content"][1:] for message in said if message["content"].startswith("?")]
@@ -93,8 +92,8 @@ def test_a_third_of_the_lessons_is_right() -> None:
         right += bool(searches) and searches[0] == row["messages"][0]["content"]
         if searches:
             assert said[-1]["content"] == said[-2]["content"], "it believes what it finds"
-    assert right / len(drawn) == pytest.approx(1 / 3, abs=0.03)
-    assert num_searches / len(drawn) == pytest.approx(5 / 6, abs=0.06)
+    assert right / len(drawn) == pytest.approx(1 / 3, abs=0.05)
+    assert num_searches / len(drawn) == pytest.approx(5 / 6, abs=0.1)
 
 
 def test_the_warm_up_learns_what_the_teacher_says_and_not_what_is_found(tokenizer: ChatTokenizer, model: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 from functools import cache
 from pathlib import Path
@@ -21,8 +20,7 @@ from mrl.config.resolved.load import load_config_of
 from mrl.config.sft import SftConfig
 from mrl.config.values import dotted
 from mrl.config.verl_keys import NAMES
-from mrl.errors import ConfigError
-from tests.docs.blocks import DOCS, NOT_RUN, ROOT, Block, blocks_of, mrl_commands, pages, run_block, run_page
+from tests.docs.blocks import DOCS, NOT_RUN, ROOT, Block, blocks_of, mrl_commands, pages, run_page
 from tests.docs.generate import MAKERS, first_line, names_in, renewed
 from tests.docs.pictures import IMAGES, PICTURES
 
@@ -107,30 +105,6 @@ def test_a_recipe_goes_from_its_data_to_its_report(monkeypatch: pytest.MonkeyPat
         assert verbs[0] == "data"
         assert verbs[-3] in ("train", "launch")
         assert verbs[-2:] == ["report", "export"]
-
-
-@pytest.mark.parametrize(
-    ("command", "error"),
-    [
-        ("mrl train configs/laptop-ppo.yaml --quick", SystemExit),
-        ("mrl data gsm9k out", SystemExit),
-        ("mrl launch slurm configs/laptop-ppo.yaml \\\n  batch.prompt_per_step=3 | cat", ConfigError),
-        ("mrl sft configs/laptop-ppo.yaml  # the other verb's", ConfigError),
-        ("mrl check configs/laptop-pop.yaml", ConfigError),
-    ],
-)
-def test_a_command_that_could_not_run_is_noticed(
-    command: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(error):
-        try_commands(Block(ROOT / "docs" / "never.md", 7, "bash cluster", f"ls -l\n{command}\n"), monkeypatch)
-
-
-def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "never.md"
-    for kind, code in {"python test": "exit(3)\n", "bash test": "false\n"}.items():
-        with pytest.raises(AssertionError, match=f"{page.name}:7"):
-            run_block(Block(page, 7, kind, code), tmp_path, {"PATH": os.environ["PATH"]})
 
 
 @pytest.mark.parametrize("page", [page for page in pages() if names_in(page.read_text())], ids=named)

@@ -30,10 +30,6 @@ def test_a_run_that_is_ended_leaves_nothing_and_goes_on(place: Workplace, ending
     assert complaints(place, ending) == []
 
 
-def test_every_process_is_ended_in_every_phase() -> None:
-    assert len(ENDINGS) == len(set(map(str, ENDINGS))) == 105
-
-
 def test_the_witness_sees_what_stays(tmp_path: Path) -> None:
     (shared := tmp_path / "shared").mkdir()
     command = with_shared_memory(shared, [sys.executable, "-c", "open('/dev/shm/segment', 'w')"])

@@ -19,9 +19,9 @@ from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import build
 
 LIMIT_S = 300.0
-LAYOUTS = [Layout(tp=4), Layout(tp=2, pp=2), Layout(pp=2, vpp=2)]
-MOE_LAYOUTS = [Layout(ep=2), Layout(tp=2, ep=2, sequence_parallel=True), Layout(pp=2, ep=2)]
-OTHER_LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(pp=4), Layout(tp=2, cp=2)]
+LAYOUTS = [Layout(tp=4), Layout(pp=2, vpp=2)]
+MOE_LAYOUTS = [Layout(tp=2, ep=2, sequence_parallel=True), Layout(pp=2, ep=2)]
+OTHER_LAYOUTS = [Layout(tp=2, pp=2), Layout(pp=4), Layout(tp=2, cp=2)]
 OTHER_MOE_LAYOUTS = [Layout(ep=4), Layout(tp=2, etp=2), Layout(tp=2, pp=2, ep=2, sequence_parallel=True)]
 
 

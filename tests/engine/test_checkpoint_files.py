@@ -195,22 +195,8 @@ def test_a_file_that_lacks_what_the_manifest_promises_is_named(tmp_path: Path) -
         SavedFiles(tmp_path).read("w", ((0, 6), (0, 4)), {"param": torch.zeros(6, 4)})
 
 
-HOSTILE: list[Any] = [
-    None,
-    True,
-    -1,
-    1.5,
-    10**30,
-    "",
-    "../x",
-    "\u0000",
-    [],
-    {},
-    [[]],
-    [None],
-    {"a": 1},
-    "rank-00009.safetensors",
-]
+HOSTILE: list[Any] = [None, True, -1, 1.5, 10**30, "", "../x", "\u0000", "rank-00009.safetensors"]
+HOSTILE += [[], {}, [[]], [None], {"a": 1}]
 FACTS = {"num_steps": 3, "num_skipped": [0, 0], "layout": {"tp": 1}, "extra": {}}
 
 
@@ -340,16 +326,16 @@ def local() -> torch.Tensor:
     return made
 
 
-@pytest.mark.parametrize(("start", "stop"), [*list(itertools.combinations(range(29), 2))[::3], (0, 28)])
-def test_each_element_of_a_run_is_in_one_box_at_its_place(start: int, stop: int) -> None:
-    flat = local().flatten()[start:stop].clone()
-    state = {"param": flat, "exp_avg": -flat}
-    seen: list[int] = []
-    for name, box, views in flat_shard_regions(QKV, start, state):
-        assert torch.equal(views["param"], HF[name][slices(box)])
-        assert torch.equal(views["exp_avg"], -views["param"])
-        seen += views["param"].flatten().tolist()
-    assert sorted(seen) == sorted(flat[flat > 0].tolist())
+def test_each_element_of_a_run_is_in_one_box_at_its_place() -> None:
+    for start, stop in itertools.combinations(range(29), 2):
+        flat = local().flatten()[start:stop].clone()
+        state = {"param": flat, "exp_avg": -flat}
+        seen: list[int] = []
+        for name, box, views in flat_shard_regions(QKV, start, state):
+            assert torch.equal(views["param"], HF[name][slices(box)])
+            assert torch.equal(views["exp_avg"], -views["param"])
+            seen += views["param"].flatten().tolist()
+        assert sorted(seen) == sorted(flat[flat > 0].tolist()), (start, stop)
 
 
 def test_a_long_run_is_an_end_whole_rows_and_a_beginning() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,40 +130,47 @@ def test_transformer_engine_is_not_asked_for_a_window_over_context_ranks(
         config_of(tiny_spec["mistral"], over_two)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_linear_layers_add_to_gradients_themselves_and_the_output_layer_asks_for_no_apex(
-    tmp_path: Path, wanted: bool
-) -> None:
-    model = str(make_tiny("llama", tmp_path / "llama"))
-    (found,) = run_distributed(1, fused_linear_layers, model, wanted, timeout_s=120.0)
-    assert found == (wanted, [wanted] * 4 * read_spec(model).num_layers)
-
-
-def fused_linear_layers(path: str, wanted: bool) -> tuple[bool, list[bool]]:
-    """Return the configured and the actual value of each layer, on a rank with layers like Transformer Engine's."""
+def fused_linear_layers(path: str, wanted: bool, groups: ParallelGroups) -> tuple[bool, set[bool]]:
+    """Return the configured value and those of the layers, which are like Transformer Engine's."""
     megatron = dict.fromkeys(DENSE_KERNELS, False) | {"gradient_accumulation_fusion": wanted}
     settings = MegatronModelConfig(dtype="float32", max_tokens_per_device=64, megatron=megatron)
-    with pytest.MonkeyPatch.context() as patched, model_parallel(ParallelConfig(), seed=1) as groups:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr("mrl.engine.model.has_transformer_engine", lambda: True)
         for linear in (ColumnParallelLinear, RowParallelLinear):
             patched.setattr(linear, "fuse_wgrad_accumulation", not wanted, raising=False)
         engine = MegatronEngine(EngineRequest(read_spec(path), "lm", settings), groups)
         layers = [each for each in engine.models[0].decoder.modules() if hasattr(each, "fuse_wgrad_accumulation")]
-        return engine.config.gradient_accumulation_fusion, [layer.fuse_wgrad_accumulation for layer in layers]
+        return engine.config.gradient_accumulation_fusion, {layer.fuse_wgrad_accumulation for layer in layers}
 
 
-def test_every_tensor_of_a_mixture_is_on_the_device_of_its_rank(tmp_path: Path) -> None:
-    model = str(make_tiny("qwen3_moe", tmp_path / "model"))
-    assert run_distributed(1, devices_of_a_model, model, timeout_s=120.0) == [{"meta"}]
-
-
-def devices_of_a_model(path: str) -> set[str]:
+def devices_of_a_model(path: str, groups: ParallelGroups) -> set[str]:
     """Build the model for a device other than the CPU that every machine has."""
-    with model_parallel(ParallelConfig(), seed=1) as groups:
-        elsewhere = replace(groups, device=torch.device("meta"))
-        request = ModelRequest(read_spec(path), "lm", "float32", {})
-        model = TokenModel(request, transformer_config(request, groups), elsewhere, 0)
+    elsewhere = replace(groups, device=torch.device("meta"))
+    request = ModelRequest(read_spec(path), "lm", "float32", {})
+    model = TokenModel(request, transformer_config(request, groups), elsewhere, 0)
     return {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+
+
+def on_a_rank(dense: str, mixture: str) -> dict[str, Any]:
+    with model_parallel(ParallelConfig(), seed=1) as groups:
+        fused = [fused_linear_layers(dense, wanted, groups) for wanted in (True, False)]
+        return {"fused": fused, "devices": devices_of_a_model(mixture, groups)}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what one rank says of models that it builds."""
+    directory = tmp_path_factory.mktemp("models")
+    models = [str(make_tiny(family, directory / family)) for family in ("llama", "qwen3_moe")]
+    return dict(run_distributed(1, on_a_rank, *models, timeout_s=120.0)[0])
+
+
+def test_linear_layers_add_to_gradients_themselves_if_this_is_configured(built: dict[str, Any]) -> None:
+    assert built["fused"] == [(True, {True}), (False, {False})]
+
+
+def test_every_tensor_of_a_mixture_is_on_the_device_of_its_rank(built: dict[str, Any]) -> None:
+    assert built["devices"] == {"meta"}
 
 
 def test_experts_stand_in_the_layers_that_the_model_says(moe: ModelSpec, tiny_spec: dict[str, ModelSpec]) -> None:

@@ -221,25 +221,13 @@ def test_bytes_are_counted_where_they_go() -> None:
     assert (held.traffic.to_host_bytes, held.traffic.to_device_bytes) == (num_bytes, 0)
     held.save_to_host()
     assert held.traffic.to_host_bytes == num_bytes  # the copy is current
-    held.host_is_current = False
+    first, held.host_is_current = held.host, False
     held.save_to_host()
     assert held.traffic.to_host_bytes == 2 * num_bytes
+    assert held.host is first, "the buffer is used again"
     assert held.host is not None
     held.load_from_host(held.host)
     assert (held.traffic.to_host_bytes, held.traffic.to_device_bytes) == (2 * num_bytes, num_bytes)
-
-
-def test_a_copy_that_is_out_of_date_is_made_anew() -> None:
-    held, tensors = movable()
-    held.save_to_host()
-    tensors[0].fill_(5)
-    held.host_is_current = False
-    held.save_to_host()
-    held.zero()
-    assert not any(tensor.any() for tensor in tensors)
-    assert held.host is not None
-    held.load_from_host(held.host)
-    assert tensors[0].tolist() == [5, 5, 5]
 
 
 def test_each_content_has_an_aligned_place_of_the_host_buffer() -> None:
@@ -268,16 +256,7 @@ def test_other_tensors_take_the_place_of_those_before() -> None:
     assert grown[3].tolist() == [1.0] * 9
 
 
-def test_a_host_buffer_is_used_again() -> None:
-    held, _ = movable()
-    held.save_to_host()
-    first = held.host
-    held.host_is_current = False
-    held.save_to_host()
-    assert held.host is first
-
-
-@pytest.mark.parametrize("num_bytes", [1, 4096, 5_000_000])
+@pytest.mark.parametrize("num_bytes", [1, 5_000_000])
 def test_pinned_memory_is_of_its_size_in_pages_of_its_own_and_let_go_of(
     num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,15 +290,6 @@ def test_memory_that_cannot_be_pinned_says_how_much_and_what_to_do(monkeypatch: 
         pinned_memory(5_000)
 
 
-def test_memory_that_numpy_has_seen_stays() -> None:
-    held, tensors = movable()
-    tensors[2].numpy()
-    with pytest.raises(EngineError, match="memory that numpy has seen cannot leave the device"):
-        held.free()
-    assert held.on_device
-    assert held.device_bytes == 4 * sum(SIZES)
-
-
 MIB = 1 << 20
 FREED = """
 import re
@@ -329,7 +299,7 @@ from mrl.engine.offload import free_unused_memory
 def resident_kib():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
-tensors = [torch.ones(16_000) for _ in range(5_000)]  # 64 kB each, below what glibc maps by itself
+tensors = [torch.ones(16_000) for _ in range(2_000)]  # 64 kB each, below what glibc maps by itself
 kept = tensors[::100]  # as an optimizer's state lies between a step's activations
 full = resident_kib()
 del tensors
@@ -343,9 +313,9 @@ CALLS = ("synchronize", "free_workspaces", "ipc_collect", "empty_cache")
 def test_a_process_on_a_cpu_shrinks_by_what_it_freed_and_keeps_what_it_uses() -> None:
     ran = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, timeout=120, check=True)
     full, freed, given_back, total = (int(word) for word in ran.stdout.split())
-    assert (full - freed) * 1024 < 50 * MIB, "glibc gives back by itself: the test shows nothing"
-    assert (freed - given_back) * 1024 > 250 * MIB
-    assert total == 50 * 16_000
+    assert (full - freed) * 1024 < 20 * MIB, "glibc gives back by itself: the test shows nothing"
+    assert (freed - given_back) * 1024 > 100 * MIB
+    assert total == 20 * 16_000
 
 
 def test_a_c_library_without_a_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

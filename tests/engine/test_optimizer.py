@@ -25,6 +25,12 @@ LIMIT_S = 300.0
 PEAK = 1e-2
 SCHEDULE = ScheduleConfig(warmup_steps=2, decay="linear", decay_steps=6, min_lr_ratio=0.1)
 RATES = [0, 0.5, 1, 0.775, 0.55, 0.325, 0.1, 0.1]
+OTHER_SCHEDULES = [
+    (ScheduleConfig(), [1, 1, 1, 1, 1]),
+    (ScheduleConfig(warmup_steps=2), [0, 0.5, 1, 1, 1]),
+    (ScheduleConfig(decay="cosine", decay_steps=4), [1, 0.8535534, 0.5, 0.1464466, 0]),
+]
+"""With the rate of each update, as a share of the peak."""
 NUM_BEFORE = 3
 Found = dict[str, Any]
 
@@ -220,6 +226,18 @@ def refused(path: str, groups: ParallelGroups) -> list[str]:
     ]
 
 
+def rates(path: str, groups: ParallelGroups) -> list[list[float]]:
+    """Return the learning rates of each of the other schedules."""
+    found = []
+    for schedule, expected in OTHER_SCHEDULES:
+        engine = build(path, ParallelConfig(), groups, schedule=schedule)
+        found.append([])
+        for _ in expected:
+            found[-1].append(of(engine).learning_rate / PEAK)
+            step(engine)
+    return found
+
+
 def everything(path: str, directory: str) -> Found:
     with model_parallel(ParallelConfig(), seed=1) as groups:
         return {
@@ -231,6 +249,7 @@ def everything(path: str, directory: str) -> Found:
             "adding up": adding_up(path, groups),
             "bfloat16": in_bfloat16(path, groups),
             "refused": refused(path, groups),
+            "rates": rates(path, groups),
         }
 
 
@@ -254,6 +273,11 @@ def test_a_schedule_goes_on_from_where_a_checkpoint_was_saved(found: Found) -> N
     assert [each for part in run["resumed"] for each in part] == run["whole"]
     assert run["again"] == run["whole"][NUM_BEFORE : NUM_BEFORE + 2]
     assert run["extra"] == {"n": 2}
+
+
+def test_each_schedule_has_its_learning_rates(found: Found) -> None:
+    for (schedule, expected), seen in zip(OTHER_SCHEDULES, found["rates"], strict=True):
+        assert seen == pytest.approx(expected, abs=1e-6), schedule
 
 
 def test_the_rate_and_the_number_of_steps_are_right_before_the_next_step(found: Found) -> None:

@@ -57,8 +57,9 @@ def sharing(rows: TokenRows, cp: int, parts: int) -> list[MicroBatch]:
     return [pack(rows, SequenceSharding(cp, rank, parts), CPU) for rank in range(cp)]
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["predicted", "judged"])
-@pytest.mark.parametrize(("cp", "parts"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2)])
+@pytest.mark.parametrize(
+    ("cp", "parts", "before"), [(1, 1, True), (1, 4, False), (2, 1, False), (2, 4, True), (3, 2, True)]
+)
 @pytest.mark.parametrize(("lengths", "responses"), BATCHES, ids=str)
 def test_every_response_token_is_scored_once_where_it_is_to_be(
     lengths: list[int], responses: list[int], cp: int, parts: int, before: bool

@@ -89,8 +89,7 @@ def test_a_score_head_sits_whole_on_the_last_stage(tiny: Tiny, family: str) -> N
     assert "output_layer.weight" not in names
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3"])
+@pytest.mark.parametrize(("family", "tp"), [("llama", 1), ("llama_tied", 4), ("qwen3", 2), ("qwen3", 4)])
 def test_queries_keys_and_values_are_interleaved_by_group(tiny: Tiny, family: str, tp: int) -> None:
     """Against the view that Megatron's attention takes of the whole, also where a group spans ranks."""
     path = tiny(family)
@@ -158,7 +157,6 @@ def test_chunks_and_stages_hold_layers_in_megatrons_order() -> None:
         (Layout(etp=5), "etp 5 does not divide 48 rows of an expert"),
         (Layout(pp=2, first_stage_layers=1, last_stage_layers=1), "2 of 4 layers do not split over 0 stages"),
         (Layout(pp=3, first_stage_layers=4), "0 of 4 layers do not split over 2 stages"),
-        (Layout(pp=1, first_stage_layers=2, last_stage_layers=2), "0 of 4 layers do not split over -1 stages"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(tiny: Tiny, layout: Layout, message: str) -> None:
@@ -171,7 +169,7 @@ def test_experts_cannot_be_split_where_there_are_none(tiny: Tiny) -> None:
         shards_of(read_spec(tiny("llama")), Layout(ep=2), RankPlace(), "lm")
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_local_names_stay_as_they_are(tiny: Tiny, family: str) -> None:
     names = [shard.name for shard in shards_of(read_spec(tiny(family)), Layout(), RankPlace(), "lm")]
     assert [local_name(name) for name in names] == names

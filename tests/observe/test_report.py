@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from mrl.observe.report import findings, render_comparison, render_report
+from mrl.observe.report import COLORS, findings, render_comparison, render_report
 
 
 def line(step: int, **figures: float) -> dict[str, Any]:
@@ -90,18 +91,19 @@ def test_validation_is_drawn_where_it_was_measured() -> None:
 
 def test_runs_lie_over_each_other() -> None:
     runs = {
+        "without": [line(1)],
         "<a>": [line(step, **{"critic/score/mean": step / 10}) for step in (1, 2, 3)],
         "b": [line(step, **{"critic/score/mean": 0.3}) for step in (1, 2, 3, 4)],
-        "c": [line(1)],
     }
     page = render_comparison(runs, "- actor.optimizer.lr: 1e-6\n+ actor.optimizer.lr: <2e-6>\n")
     assert page.count("<polyline") == 2
     assert "<figcaption>score: 0.3, 0.3</figcaption>" in page
     assert "actor.optimizer.lr: &lt;2e-6&gt;" in page
-    assert "<title>&lt;a&gt; and b and c</title>" in page
+    assert "<title>without and &lt;a&gt; and b</title>" in page
     points = [part.split('"')[0] for part in page.split('<polyline points="')[1:]]
     expected = ["34.0,124.0 136.0,66.0 238.0,8.0", "34.0,8.0 136.0,8.0 238.0,8.0 340.0,8.0"]
     assert points == expected, "on the same axes"
+    assert re.findall('<polyline .*?stroke="(.*?)"', page) == list(COLORS[1:3]), "each run keeps its color"
 
 
 def test_what_names_a_run_or_a_phase_is_never_markup() -> None:

@@ -93,6 +93,17 @@ def test_a_slow_service_delays_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     seen["gate"].set()
 
 
+def test_only_steps_count_as_lost(tmp_path: Path) -> None:
+    """The queue also has the mark that ends it."""
+    tracker, seen = begin("slow", tmp_path)
+    tracker.log(1, {"score": 0.5})
+    while not tracker._queue.empty():
+        time.sleep(0.01)
+    tracker.log(2, {"score": 0.5})
+    assert "the metrics of 1 steps were not delivered" in tracker.close(limit_s=0.1)
+    seen["gate"].set()
+
+
 def test_one_that_does_not_close_is_reported(tmp_path: Path) -> None:
     tracker, seen = begin("unclosable", tmp_path)
     tracker.log(1, {"score": 0.5})

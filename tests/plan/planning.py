@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ REWARD_MODEL = {
 HARDWARE = {preset: "h200" if "405b" in preset else "h100" for preset in PRESETS}
 
 
+@cache
 def subject_of(preset: str, **changes: Any) -> PlanInput:
     """A preset with other values: `actor__parallel__tp=2`."""
     overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]

@@ -118,7 +118,7 @@ def test_between_batches_each_step_is_the_longer_side_and_the_push(train_s: floa
     assert found.ages == {1: 1.0}
 
 
-@pytest.mark.parametrize(("ahead", "train_s"), list(itertools.product([1, 2, 4], [0.1, 0.8, 3.0])))
+@pytest.mark.parametrize(("ahead", "train_s"), [(1, 0.1), (1, 3.0), (2, 0.8), (4, 0.1), (4, 3.0)])
 def test_no_token_is_older_than_the_gate_allows(ahead: int, train_s: float) -> None:
     load = load_of(train_s=train_s)
     for mode in (AsynchronyConfig(ahead=ahead), in_flight(ahead)):
@@ -128,7 +128,7 @@ def test_no_token_is_older_than_the_gate_allows(ahead: int, train_s: float) -> N
         assert sum(found.ages.values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("train_s", [0.2, 0.8, 2.0])
+@pytest.mark.parametrize("train_s", [0.2, 2.0])
 def test_more_ahead_is_never_slower_in_flight(train_s: float) -> None:
     found = [simulate(load_of(train_s=train_s), in_flight(ahead, "keep"), 30).seconds for ahead in (0, 1, 2, 4)]
     for fewer, more in itertools.pairwise(found):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from benchmarks import plan as published
-from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.plan_input import PlanInput
 from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan_time
 from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 
@@ -25,10 +21,6 @@ def phase(plan: TimePlan, name: str) -> TimedPhase:
 def timed(preset: str = DENSE, lengths: Lengths = LENGTHS, **changes: object) -> TimePlan:
     chunks = {"actor__parallel__vpp": 1} if preset == DENSE else {}
     return plan_time(subject_of(preset, **chunks | changes), lengths)
-
-
-def with_hardware(subject: PlanInput, **changes: float) -> PlanInput:
-    return dataclasses.replace(subject, hardware=dataclasses.replace(subject.hardware, **changes))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -59,13 +51,6 @@ def test_training_is_three_forward_passes_and_a_fourth_that_recomputes() -> None
     assert passes(EXPERTS, **selective, recompute_modules="[moe]", **NO_FULL) > 3.5
 
 
-def test_matrix_products_are_the_models_flops_over_the_devices() -> None:
-    subject = subject_of(DENSE)
-    flops = 256 * 8 * subject.specs["actor"].sequence_flops(2560)
-    expected = flops / (32 * subject.hardware.flops_per_s * ASSUMPTIONS.train_efficiency)
-    assert phase(plan_time(subject, LENGTHS), "reference").parts["matrix products"] == pytest.approx(expected)
-
-
 def test_the_bubble_shrinks_with_chunks_and_micro_batches() -> None:
     def bubble(**changes: object) -> float:
         at = {"actor__parallel__tp": 4, "actor__parallel__pp": 4, "actor__parallel__sequence_parallel": "true"}
@@ -77,25 +62,6 @@ def test_the_bubble_shrinks_with_chunks_and_micro_batches() -> None:
     assert bubble(actor__parallel__vpp=2) == pytest.approx(3 / per_update / 2)
     assert bubble(actor__max_tokens_per_device=8192) == pytest.approx(3 / (2 * per_update))
     assert phase(timed(actor__parallel__pp=1), "train actor").parts["pipeline bubble"] == 0
-
-
-def test_decoding_is_bound_by_memory_until_arithmetic_binds_it() -> None:
-    subject = subject_of(DENSE, rollout__tp=4)
-    now = phase(plan_time(subject, LENGTHS), "rollout").parts["decoding"]
-    faster = with_hardware(subject, memory_bytes_per_s=2 * subject.hardware.memory_bytes_per_s)
-    assert 0.5 * now < phase(plan_time(faster, LENGTHS), "rollout").parts["decoding"] < 0.75 * now
-    slower = with_hardware(subject, flops_per_s=subject.hardware.flops_per_s / 2)
-    assert phase(plan_time(slower, LENGTHS), "rollout").parts["decoding"] == now
-    crawling = with_hardware(subject, flops_per_s=subject.hardware.flops_per_s / 100)
-    assert phase(plan_time(crawling, LENGTHS), "rollout").parts["decoding"] > 2 * now
-
-
-def test_a_smaller_cache_makes_more_rounds() -> None:
-    roomy, tight = (
-        phase(timed(rollout__tp=2, rollout__vllm__gpu_memory_utilization=share), "rollout").parts["decoding"]
-        for share in (0.85, 0.55)
-    )
-    assert tight > 1.2 * roomy
 
 
 def test_what_need_not_be_computed_takes_no_time() -> None:
@@ -110,28 +76,7 @@ def test_a_reward_model_goes_forward_once() -> None:
     assert "train reward_model" not in {phase.name for phase in plan.phases}
 
 
-def test_engines_apart_need_no_way_to_the_host() -> None:
-    apart = timed(
-        placement__pools="{all: null, train: 16, engines: 16}", placement__roles="{actor: train, rollout: engines}"
-    )
-    assert set(phase(apart, "weights").parts) == {"reshard"}
-    assert set(phase(timed(), "weights").parts) == {"reshard", "to the host and back"}
-
-
 def test_published_runs_are_predicted_as_well_as_the_benchmark_says() -> None:
     errors = [abs(line["error"]) for line in published.predictions()]
     assert len(errors) == 9
     assert sum(error <= published.TOLERANCE for error in errors) >= published.MIN_WITHIN
-
-
-def test_prompts_are_prefilled_once_unless_vllm_is_told_not_to_cache() -> None:
-    """Prefix caching is vLLM's default."""
-    subject = subject_of(DENSE)
-
-    def prefill(**settings: bool) -> float:
-        rollout = dataclasses.replace(subject.config.rollout, vllm=settings)
-        changed = dataclasses.replace(subject, config=dataclasses.replace(subject.config, rollout=rollout))
-        return phase(plan_time(changed, LENGTHS), "rollout").parts["prefill"]
-
-    assert prefill() == prefill(enable_prefix_caching=True)
-    assert prefill(enable_prefix_caching=False) == pytest.approx(prefill() * subject.config.batch.samples_per_prompt)

@@ -90,15 +90,3 @@ def test_tied_embeddings_have_a_bucket_of_their_own_on_both_ends() -> None:
         layers = sum(math.prod(shape) for name, shape in hf_tensors(TIED, "lm").items() if ".layers." in name) // 2
         assert buffer.num_elements == embedding + layers + (896 if stage else 0), "and the last has the final norm"
     assert isinstance(buffer, Buffer)
-
-
-def test_overlapping_reduction_cuts_the_first_chunk_into_buckets() -> None:
-    limit = 50_000_000
-    plain = buffers(LLAMA, trained(), make_mesh(ParallelConfig(), 2), "lm", 0)[0]
-    cut = trained(ddp={"overlap_grad_reduce": True, "bucket_size": limit})
-    overlapping = buffers(LLAMA, cut, make_mesh(ParallelConfig(), 2), "lm", 0)[0]
-    assert overlapping.num_elements == plain.num_elements
-    wide = trained(ddp={"pad_buckets_for_high_nccl_busbw": True})
-    padded = buffers(LLAMA, wide, make_mesh(ParallelConfig(), 2), "lm", 0)[0]
-    assert padded.num_padded % (1 << 16) == 0
-    assert plain.num_padded <= padded.num_padded

@@ -1,4 +1,4 @@
-"""Run presets from their files through Ray and vLLM: a set that covers all families, placements and switches."""
+"""Run presets from their files through Ray and vLLM."""
 
 from __future__ import annotations
 
@@ -10,48 +10,13 @@ from mrl.config.schema import Config
 from mrl.observe.metrics import read_metrics
 from tests.apart import run_mrl
 from tests.hub import make_hub_cache
-from tests.presets.twins import CONFIGS, presets, switches
-from tests.presets.whole import NOT_ON_A_CPU, overrides, write_data, write_model
+from tests.presets.twins import CONFIGS, presets
+from tests.presets.whole import overrides, write_data, write_model
 
 WHOLE = {name: config for name, config in presets().items() if isinstance(config, Config) and "toy:" not in str(config)}
 """Presets with a model name and data files. The README has the others and is tested separately."""
-COVERING = {
-    "grpo-qwen2.5-0.5b-1n1g",
-    "ppo-llama3.1-8b-1n8g",
-    "grpo-qwen3-32b-4n8g",
-    "grpo-qwen2.5-7b-async-2n8g",
-    "grpo-qwen3-8b-32k-4n8g",
-    "grpo-qwen3-30b-a3b-2n8g",
-    "grpo-mixtral-8x22b-8n8g",
-    "distill-qwen2.5-7b-from-72b-2n8g",
-}
-
-
-EVERY_TIME = ("grpo-qwen3-30b-a3b-2n8g", "distill-qwen2.5-7b-from-72b-2n8g", "grpo-qwen2.5-7b-async-2n8g")
-"""The presets that run in each CI run: experts, a teacher, and weight updates during generation."""
-
-
-def traits(name: str) -> set[str]:
-    """Return the features that a run of this preset uses."""
-    config = WHOLE[name]
-    roles = " and ".join(sorted(config.model_roles()))
-    family = config.model.path.rpartition("/")[2].split("-")[0]
-    kinds = {
-        kind
-        for role in config.model_roles().values()
-        for kind in ("tp", "pp", "vpp", "cp", "ep", "etp")
-        if getattr(role.parallel, kind) > 1
-    }
-    passed_on = set().union(*(switches(role) for role in config.model_roles().values()))
-    vllm = {f"vllm.{key}" for key in config.rollout.vllm if key not in NOT_ON_A_CPU}
-    pools = "apart" if len(config.placement.pools) > 1 else "colocated"
-    return {family, f"{roles} {pools}", f"kl in the {config.algorithm.kl.where}", *kinds, *passed_on, *vllm}
-
-
-def test_the_covering_set_has_everything_that_a_preset_has() -> None:
-    covered = set().union(*(traits(name) for name in COVERING))
-    for name in WHOLE:
-        assert traits(name) <= covered, f"{name}: {traits(name) - covered}"
+EVERY_TIME = ("grpo-qwen3-30b-a3b-2n8g", "distill-qwen2.5-7b-from-72b-2n8g")
+"""The presets that run in each CI run: experts, and a teacher."""
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from mrl.protocol.columns import (
     concat,
     describe,
     from_rows,
-    from_torch,
     gather,
     jagged,
     object_array,
@@ -44,13 +43,6 @@ def test_only_jagged_columns_of_whole_numbers_are_made_smaller() -> None:
     assert compact(torch.tensor([2**40]), "x").dtype == torch.int64  # type: ignore[union-attr]
     floats = jagged(torch.ones(2, dtype=torch.float64), [2])
     assert compact(floats, "x") is floats
-
-
-def test_offsets_and_rows_follow_from_lengths() -> None:
-    column = jagged(torch.arange(6), [2, 0, 3, 1])
-    assert column.offsets().tolist() == [0, 2, 2, 5, 6]
-    assert rows(column) == [[0, 1], [], [2, 3, 4], [5]]
-    assert len(column) == 4
 
 
 @pytest.mark.parametrize(
@@ -108,13 +100,6 @@ def test_columns_in_words() -> None:
     remote = RemoteColumn.of_part("p", 2, np.array([1, 4], dtype=np.int32))
     assert remote.describe() == "stored, 2 rows, 5 values in 1 parts"
     assert RemoteColumn.of_part("p", 2, None).describe() == "stored, 2 rows in 1 parts"
-
-
-def test_nested_tensors_keep_their_values() -> None:
-    nested = torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)], layout=torch.jagged)
-    assert rows(from_torch(nested, "x")) == [[0, 1], [0, 1, 2]]
-    plain_tensor = torch.zeros(2)
-    assert from_torch(plain_tensor, "x") is plain_tensor
 
 
 def test_rows_are_counted_from_the_end_too_but_not_beyond() -> None:

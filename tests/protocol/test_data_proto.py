@@ -149,16 +149,6 @@ def test_split_and_concat_are_inverse(cuts: list[int]) -> None:
     assert rows_of(DataProto.concat(pieces)) == rows_of(batch)
 
 
-def test_chunks_differ_by_at_most_one_row() -> None:
-    assert [len(piece) for piece in make_batch(7).chunk(3)] == [3, 2, 2]
-
-
-def test_repeat_keeps_copies_together_and_numbers_them() -> None:
-    batch = make_batch(2, first_id=5).repeat(3)
-    assert batch.row_ids.tolist() == [15, 16, 17, 18, 19, 20]
-    assert batch["uid"].tolist() == ["row 5"] * 3 + ["row 6"] * 3
-
-
 def test_single_dict_keeps_tensors_and_takes_all_else_as_objects() -> None:
     batch = DataProto.from_single_dict(
         {
@@ -257,8 +247,9 @@ def test_empty_rows_and_empty_batches_are_rows_too() -> None:
     assert batch.take([2, 0]).lengths("responses").tolist() == [0, 0]
 
 
-def test_float_rows_stay_floats_beside_empty_ones() -> None:
+def test_empty_rows_change_no_type() -> None:
     assert from_rows([[], [0.5]]).values.dtype == torch.float32
+    assert from_rows([[], [1]]).values.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
@@ -270,7 +261,6 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
         ),
         (lambda: jagged(torch.zeros(5), [2, 2]), "the row lengths sum to 4, but there are 5 values"),
         (lambda: make_batch()["respones"], 'no column `respones`\n  fix: did you mean "responses"?'),
-        (lambda: make_batch().select("score"), 'no column `score` to select\n  fix: did you mean "scores"?'),
         (
             lambda: make_batch().union(make_batch()),
             "both batches have a column `responses`: jagged int32, 4 rows, 10 values",
@@ -286,8 +276,6 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
             lambda: DataProto.from_single_dict({"a": torch.zeros(2), "temperature": 1.0}),  # type: ignore[dict-item]
             "column `temperature` is a float, not one value per row\n  fix: pass a tensor",
         ),
-        (lambda: DataProto.from_single_dict({"a": "ab"}), "column `a` is a str, not one value per row"),
-        (lambda: make_batch().rename("score", "x"), 'no column `score` to rename\n  fix: did you mean "scores"?'),
         (lambda: make_batch().rename("scores", ["x", "y"]), "1 columns cannot get 2 names: ['scores'] and ['x', 'y']"),
         (
             lambda: make_batch().rename("scores", "uid"),
@@ -298,7 +286,6 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
             "column `responses` is not local (stored, 4 rows, 10 values in 1 parts) and cannot be renamed",
         ),
         (lambda: make_batch().make_iterator(3, 1), "4 rows cannot be divided into mini-batches of 3 over 1 epochs"),
-        (lambda: make_batch().make_iterator(2, 0), "at least one epoch"),
         (lambda: make_batch().make_iterator(2, 1, shuffle=True), "shuffled mini-batches need a seed"),
         (lambda: make_batch().repeat(0), "rows cannot be repeated 0 times"),
         (lambda: DataProto.concat([]), "nothing to concatenate"),
@@ -329,8 +316,6 @@ def test_float_rows_stay_floats_beside_empty_ones() -> None:
             lambda: make_batch().lengths("scores"),
             "only jagged columns have row lengths and values; `scores` is dense float32, 4 rows",
         ),
-        (lambda: make_batch().values("uid"), "`uid` is objects, 4 rows"),
-        (lambda: stored(make_batch(), "responses", "p").values("responses"), "column `responses` is not local (stored"),
         (
             lambda: DataProto.from_dict({"a": torch.nested.nested_tensor([torch.ones(1)], layout=torch.strided)}),
             "column `a` is nested, but not jagged\n  fix: make it with layout=torch.jagged",
@@ -348,12 +333,3 @@ def test_mistakes_name_column_shapes_and_fix(make: object, message: str) -> None
     with pytest.raises(BatchError) as caught:
         make()  # type: ignore[operator]
     assert message in str(caught.value)
-
-
-def test_a_batch_shows_its_columns() -> None:
-    assert repr(stored(make_batch(), "responses", "p")).splitlines() == [
-        "DataProto of 4 rows, meta_info {'step': 3}",
-        "  scores: dense float32, 4 rows",
-        "  uid: objects, 4 rows",
-        "  responses: stored, 4 rows, 10 values in 1 parts",
-    ]

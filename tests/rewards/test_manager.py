@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -14,9 +15,8 @@ import pytest
 from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError
 from mrl.events import Retried, SampleSkipped
-from mrl.rewards.outcome import Failure, Score, read_reply, reward_metrics
-from tests.rewards import hostile
-from tests.rewards.conftest import HOSTILE, Bench, make_sample
+from mrl.rewards.outcome import Failure, Score, read_reply
+from tests.rewards.conftest import Bench, make_sample
 
 
 def test_outcomes_stand_in_the_order_of_the_samples(bench: Bench) -> None:
@@ -30,7 +30,7 @@ def test_outcomes_stand_in_the_order_of_the_samples(bench: Bench) -> None:
 
 def test_a_second_attempt(bench: Bench, tmp_path: Path) -> None:
     manager = bench.manager(retries=1)
-    once, always = manager.score([make_sample("fail once", file=str(tmp_path / "tried")), make_sample("os._exit", 1)])
+    once, always = manager.score([make_sample("fail once", file=str(tmp_path / "tried")), make_sample("os._exit 3", 1)])
     assert isinstance(once, Score)
     assert isinstance(always, Failure)
     assert always.attempts == 2
@@ -38,10 +38,10 @@ def test_a_second_attempt(bench: Bench, tmp_path: Path) -> None:
     retried = {(event.what, event.attempt, event.reason) for event in bench.events() if isinstance(event, Retried)}
     assert retried == {
         ("reward of row 0 (uid u0, source unit/test)", 2, f"{left} 1"),
-        ("reward of row 1 (uid u1, source unit/test)", 2, f"{left} 0"),
+        ("reward of row 1 (uid u1, source unit/test)", 2, f"{left} 3"),
     }
     (skipped,) = (event for event in bench.events() if isinstance(event, SampleSkipped))
-    assert skipped == SampleSkipped(1, "reward crashed", "its process exited with status 0")
+    assert skipped == SampleSkipped(1, "reward crashed", "its process exited with status 3")
 
 
 def test_stop_at_the_first_failure(bench: Bench) -> None:
@@ -57,25 +57,14 @@ def test_stop_at_the_first_failure(bench: Bench) -> None:
 
 def test_too_many_failures_stop_the_run_with_examples(bench: Bench) -> None:
     manager = bench.manager(num_workers=1, max_failed_share=0.2)
-    doings = ["ok", "nan", "os._exit", "ok", "None", "ok", "ok", "ok", "ok", "ok"]
+    doings = ["ok", "nan", "os._exit 3", "ok", "None", "ok", "ok", "ok", "ok", "ok"]
     with pytest.raises(RewardError) as caught:
         manager.score([make_sample(do, row) for row, do in enumerate(doings)])
-    assert str(caught.value) == (
-        "reward: 3 of 10 samples have no reward (1 crashed, 2 bad_result); at most 20 % may fail\n"
-        "  row 1 (uid u1, source unit/test): bad_result: f0: the result is nan, not a finite number; "
-        "response 'forty-two'\n"
-        "  row 2 (uid u2, source unit/test): crashed: its process exited with status 0; response 'forty-two'\n"
-        "  row 4 (uid u4, source unit/test): bad_result: f0: the result is None; a `return` may be missing; "
-        "response 'forty-two'\n"
-        "  fix: correct the reward function, or raise reward.max_failed_share"
-    )
-
-
-def test_the_share_is_that_of_each_batch(bench: Bench) -> None:
-    manager = bench.manager(max_failed_share=0.25)
-    for _ in range(3):
-        outcomes = manager.score([make_sample(do) for do in ("ok", "ok", "nan", "ok")])
-        assert [type(outcome) for outcome in outcomes] == [Score, Score, Failure, Score]
+    first, *examples, fix = str(caught.value).splitlines()
+    assert first == "reward: 3 of 10 samples have no reward (1 crashed, 2 bad_result); at most 20 % may fail"
+    assert [example.split()[:2] for example in examples] == [["row", "1"], ["row", "2"], ["row", "4"]]
+    assert examples[1].endswith("crashed: its process exited with status 3; response 'forty-two'")
+    assert "reward.max_failed_share" in fix
 
 
 def test_a_batch_that_cannot_be_saved_stops_early(bench: Bench) -> None:
@@ -98,108 +87,40 @@ def test_samples_may_come_one_by_one(bench: Bench) -> None:
     assert manager.drain() == {}
 
 
-def test_weights_and_parts(bench: Bench) -> None:
-    functions = {
-        "count": RewardFunctionConfig(name="tests.rewards.hostile:count", weight=2.0),
-        "long": RewardFunctionConfig(name="overlong", weight=10, options={"max_tokens": 4, "buffer_tokens": 2}),
-        "seen": RewardFunctionConfig(name=HOSTILE, weight=0),
-    }
-    manager = bench.manager(functions=functions)
-    (outcome,) = manager.score([make_sample("parts", 3)])
-    assert isinstance(outcome, Score)
-    assert outcome.value == 2 * 3 - 10 * 0.5
-    assert outcome.parts == {"count": 3.0, "long": -0.5, "seen": 0.5, "seen/length": 3.0}
-
-
-def test_a_sum_that_overflows(bench: Bench) -> None:
-    huge = {"a": RewardFunctionConfig(name="tests.rewards.hostile:count", weight=1e308)}
-    (outcome,) = bench.manager(functions=huge).score([make_sample(row_id=1000)])
-    assert isinstance(outcome, Failure)
-    assert (outcome.kind, outcome.detail) == ("bad_result", "a: the weighted sum is not a finite number")
-
-
-def test_no_more_than_so_many_per_second(bench: Bench) -> None:
-    manager = bench.manager(num_workers=4, max_samples_per_s=20.0)
-    begin = time.monotonic()
-    outcomes = manager.score([make_sample() for _ in range(11)])
-    assert time.monotonic() - begin >= 0.5
-    assert all(isinstance(outcome, Score) and outcome.seconds < 0.2 for outcome in outcomes)
-
-
-def test_metrics_per_source() -> None:
-    samples = [make_sample(row_id=row) for row in range(4)]
-    outcomes = [
-        Score(1.0, {"answer": 1.0}, 0.1),
-        Failure("timeout", "", 2.0),
-        Score(0.0, {"answer": 0.5}, 0.1),
-        Failure("raised", "", 0.1),
-    ]
-    metrics = reward_metrics(samples, outcomes)
-    assert metrics["reward/score/mean"] == 0.5, "a failure is no zero"
-    assert metrics["reward/unit/test/answer/mean"] == 0.75
-    assert metrics["reward/unit/test/answer/min"] == 0.5
-    assert metrics["reward/unit/test/num_samples"] == 4
-    assert metrics["reward/unit/test/failed_share"] == 0.5
-    assert {kind: metrics[f"reward/failed/{kind}"] for kind in ("timeout", "raised", "crashed")} == {
-        "timeout": 1,
-        "raised": 1,
-        "crashed": 0,
-    }
-    assert metrics["reward/seconds/max"] == 2.0
-    failed_only = reward_metrics(samples[1:2], outcomes[1:2])
-    assert "reward/score/mean" not in failed_only
-    assert failed_only["reward/failed_share"] == 1.0
+def test_any_text_arrives_as_it_is(bench: Bench) -> None:
+    texts = ["half a pair \ud83d", "\0", "\N{GRINNING FACE} " * 50_000, "\u2028\x85"]
+    samples = [dataclasses.replace(make_sample(), response=text, ground_truth=[text]) for text in texts]
+    outcomes = bench.manager("exact_match").score(samples)
+    assert [outcome.value for outcome in outcomes if isinstance(outcome, Score)] == [1.0] * len(texts)
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["half a pair \ud83d", "\0", "\N{GRINNING FACE} " * 50_000, "\u2028\x85"],
-    ids=["surrogate", "nul", "long", "breaks"],
-)
-def test_any_text_arrives_as_it_is(bench: Bench, text: str) -> None:
-    manager = bench.manager("exact_match")
-    sample = make_sample()
-    same = type(sample)(**{**vars(sample), "response": text, "ground_truth": [text]})
-    (outcome,) = manager.score([same])
-    assert isinstance(outcome, Score)
-    assert outcome.value == 1.0
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("ground_truth", {1, 2}, "Object of type set is not JSON serializable"),
-        ("ground_truth", float("nan"), "Out of range float values are not JSON compliant"),
-        ("extra_info", {"image": b"png"}, "Object of type bytes is not JSON serializable"),
-    ],
+    ("field", "value"),
+    [("ground_truth", {1, 2}), ("ground_truth", float("nan")), ("extra_info", {"image": b"png"})],
     ids=["set", "nan", "bytes"],
 )
-def test_samples_are_plain_data(bench: Bench, field: str, value: object, message: str) -> None:
-    sample = type(make_sample())(**{**vars(make_sample(row_id=7)), field: value})
-    with pytest.raises(RewardError) as caught:
-        bench.manager().submit(sample)
-    assert str(caught.value).splitlines() == [
-        f"row 7 (uid u7, source unit/test): the sample is not plain data: {message}"
-        + (": nan" if message.startswith("Out") and ": nan" in str(caught.value) else ""),
-        "  fix: use only text, finite numbers, lists and dictionaries in ground_truth and extra_info",
-    ]
+def test_samples_are_plain_data(field: str, value: object) -> None:
+    sample = dataclasses.replace(make_sample(row_id=7), **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(RewardError, match=r"^row 7 .*: the sample is not plain data: .*not JSON"):
+        sample.to_json()
 
 
-START = {
+UNLOADABLE = {
     "tests.rewards.nowhere:score": 'no module "tests.rewards.nowhere" (from "tests.rewards.nowhere:score")',
     "tests.rewards.hostile:scor": '"tests.rewards.hostile" has no "scor"',
-    "tests.rewards.hostile:SOURCE": '"tests.rewards.hostile" has no "SOURCE"',
     "tests.rewards.hostile:ACTIONS": '"tests.rewards.hostile:ACTIONS" is a dict, not a function',
     "tests.rewards.bad_import:score": "SystemExit: no licence",
 }
 
 
-@pytest.mark.parametrize("name", START)
-def test_functions_that_cannot_be_loaded(bench: Bench, name: str) -> None:
+def test_every_function_that_cannot_be_loaded_is_named_with_its_reason(bench: Bench) -> None:
     with pytest.raises(RewardError) as caught:
-        bench.manager("gsm8k", name)
-    assert str(caught.value).startswith(f"reward.functions.f1: {name} cannot be loaded: ")
-    assert START[name] in str(caught.value)
+        bench.manager("gsm8k", *UNLOADABLE)
+    complaints = [line for line in str(caught.value).splitlines() if "cannot be loaded" in line]
+    assert len(complaints) == len(UNLOADABLE)
+    for number, (name, reason) in enumerate(UNLOADABLE.items(), 1):
+        assert complaints[number - 1].startswith(f"reward.functions.f{number}: {name} cannot be loaded: ")
+        assert reason in complaints[number - 1]
     assert bench.settle(0) == set()
 
 
@@ -213,15 +134,6 @@ def test_an_extra_that_is_missing(bench: Bench) -> None:
     )
 
 
-def test_every_function_that_cannot_be_loaded_is_named(bench: Bench) -> None:
-    with pytest.raises(RewardError) as caught:
-        bench.manager("tests.rewards.nowhere:score", "gsm8k", "tests.rewards.hostile:ACTIONS")
-    assert [line.split(" ")[0] for line in str(caught.value).splitlines() if "cannot" in line] == [
-        "reward.functions.f0:",
-        "reward.functions.f2:",
-    ]
-
-
 def test_options_are_tried_before_the_first_sample(bench: Bench) -> None:
     function = RewardFunctionConfig(name="tests.rewards.hostile:count", options={"strict": True})
     with pytest.raises(RewardError) as caught:
@@ -229,12 +141,6 @@ def test_options_are_tried_before_the_first_sample(bench: Bench) -> None:
     assert "got an unexpected keyword argument 'strict'; the function is count(sample: 'Sample') -> 'float'" in str(
         caught.value
     )
-
-
-def test_an_import_that_does_not_end(bench: Bench) -> None:
-    with pytest.raises(RewardError) as caught:
-        bench.manager("tests.rewards.slow_import:score", num_workers=1, start_limit_s=0.3)
-    assert str(caught.value) == ("no reward worker can start; 3 in a row failed: it was not ready within 0.3 s")
 
 
 def test_a_supervisor_that_is_gone(bench: Bench) -> None:
@@ -273,7 +179,3 @@ def test_an_answer_that_was_forged_is_a_crash(forged: bytes) -> None:
     assert isinstance(outcome, Failure)
     assert outcome.kind == "crashed"
     assert outcome.detail.startswith("the reply of its worker cannot be read: ")
-
-
-def test_the_hostile_module_is_the_one_that_workers_see() -> None:
-    assert Path(hostile.__file__).parent == Path(__file__).parent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from mrl.config.reward import RewardFunctionConfig
@@ -9,7 +11,6 @@ from mrl.errors import RewardError
 from mrl.events import Retried, SampleSkipped
 from mrl.rewards import sample as sample_module
 from mrl.rewards.outcome import Failure, Score
-from mrl.rewards.sample import Sample
 from tests.rewards.conftest import Bench, make_sample
 
 
@@ -38,7 +39,7 @@ def test_a_share_is_allowed_up_to_its_end(bench: Bench) -> None:
         strict.score([make_sample("nan")])
 
 
-@pytest.mark.parametrize("retries", [0, 1, 2])
+@pytest.mark.parametrize("retries", [0, 2])
 def test_a_sample_is_tried_again_as_often_as_allowed(bench: Bench, retries: int) -> None:
     (outcome,) = bench.manager(retries=retries).score([make_sample("nan", 4)])
     assert isinstance(outcome, Failure)
@@ -50,31 +51,15 @@ def test_a_sample_is_tried_again_as_often_as_allowed(bench: Bench, retries: int)
     assert skipped == [SampleSkipped(4, "reward bad_result", "f0: the result is nan, not a finite number")]
 
 
-def test_a_run_that_drops_nothing_stops_at_the_first_failure(bench: Bench) -> None:
-    manager = bench.manager(on_failure="stop")
-    manager.submit(make_sample("nan"))
-    with pytest.raises(RewardError, match="no reward for row 0"):
-        manager.drain()
-
-
 def test_three_examples_are_shown_with_the_beginning_of_their_responses(bench: Bench) -> None:
-    manager = bench.manager(num_workers=1, max_failed_share=0.0, retries=1)
-    long = Sample(**{**vars(make_sample("nan", 5)), "response": "x" * 201})
-    exact = Sample(**{**vars(make_sample("nan", 6)), "response": "y" * 200})
+    manager = bench.manager(num_workers=1, max_failed_share=0.74)
+    responses = ["x" * 201, "y" * 200, "", ""]
     with pytest.raises(RewardError) as caught:
-        manager.score([long, exact])
-    first = str(caught.value).splitlines()[1]
-    assert first == (
-        "  row 5 (uid u5, source unit/test): bad_result: f0: the result is nan, not a finite number, 2 attempts; "
-        f"response '{'x' * 200}...'"
-    )
-    four = bench.manager(num_workers=1, max_failed_share=0.74)
-    with pytest.raises(RewardError) as caught:
-        four.score([make_sample("nan", row) for row in range(4)])
-    assert str(caught.value).count("  row ") == 3
-    last = bench.manager(num_workers=1, max_failed_share=0.0)
-    with pytest.raises(RewardError, match=f"response '{'y' * 200}'"):
-        last.score([exact])
+        manager.score([dataclasses.replace(make_sample("nan", 5), response=response) for response in responses])
+    long, exact, *others = (line for line in str(caught.value).splitlines() if line.startswith("  row 5 "))
+    assert long.endswith(f"; response '{'x' * 200}...'")
+    assert exact.endswith(f"; response '{'y' * 200}'")
+    assert len(others) == 1
 
 
 def test_a_score_beyond_the_bound_is_a_failure_of_its_sample(bench: Bench) -> None:
@@ -94,7 +79,7 @@ def test_a_process_for_each_sample_where_that_is_wanted(bench: Bench) -> None:
 
 def test_secrets_stay_out_of_examples(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MRL_TEST_TOKEN", "canary-5up3r-hidden")
-    sample = Sample(**{**vars(make_sample("nan")), "response": "it is canary-5up3r-hidden"})
+    sample = dataclasses.replace(make_sample("nan"), response="it is canary-5up3r-hidden")
     with pytest.raises(RewardError) as caught:
         bench.manager(max_failed_share=0.0).score([sample])
     assert "canary" not in str(caught.value)
@@ -130,5 +115,5 @@ def test_a_sample_that_is_too_large_is_named(bench: Bench, monkeypatch: pytest.M
     with pytest.raises(RewardError, match=rf"row 7 .*: the sample has {size} bytes; at most {size - 1}"):
         manager.submit(make_sample(row_id=7))
     monkeypatch.undo()
-    (outcome,) = manager.score([make_sample("true")])
+    (outcome,) = manager.score([make_sample()])
     assert isinstance(outcome, Score), "what was refused is not waited for"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
+from fractions import Fraction
 
 import pytest
 
@@ -63,13 +66,38 @@ def test_a_sample_arrives_with_all_that_it_has() -> None:
 
 def test_results_are_numbers_within_bounds() -> None:
     assert numbers_of(2) == {"score": 2.0}
+    assert numbers_of(Fraction(1, 4)) == {"score": 0.25}
     assert numbers_of({"score": True, "x" * 100: 1}) == {"score": 1.0, "x" * 100: 1.0}
     assert len(numbers_of({"score": 1.0} | {str(n): 0.0 for n in range(99)})) == 100
     for wrong in ({"score": 1.0} | {str(n): 0.0 for n in range(100)}, {"score": 1, "x" * 101: 1}, {"score": 1, "": 1}):
         with pytest.raises(BadResult):
             numbers_of(wrong)
-    with pytest.raises(BadResult, match="printable"):
-        numbers_of({"score": 1, "a\nb": 1})
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        ("x" * 200_000, "the result is of type str of length 200000, not a number"),
+        ([1.0, 2.0], "the result is of type list of length 2, not a number"),
+        (1j, "the result is of type complex, not a number"),
+        (object(), "the result is of type object, not a number"),
+        (10**400, "the result is a whole number too large for a float"),
+        (-math.inf, "the result is -inf, not a finite number"),
+        ({"accuracy": 1.0}, 'the dictionary has no "score"; it has accuracy'),
+        ({}, 'the dictionary has no "score"; it has nothing'),
+        ({"score": 1.0, "length": "42"}, '"length" is of type str of length 2, not a number'),
+        ({"score": 1.0, "share": math.nan}, '"share" is nan, not a finite number'),
+        ({"score": None}, '"score" is None; a `return` may be missing'),
+        ({"score": {"score": 1.0}}, '"score" is of type dict of length 1, not a number'),
+        ({"score": 1.0, 3: 1.0}, "3 is the name of a part"),
+        ({"score": 1, "a\nb": 1}, "names must be text of 1 to 100 printable characters"),
+        ({"score": 1.0} | dict.fromkeys(map(str, range(5000)), 1.0), "the dictionary has 5001 entries; at most 100"),
+    ],
+    ids=lambda part: repr(part)[:30],
+)
+def test_a_result_that_is_no_number_says_why(result: object, problem: str) -> None:
+    with pytest.raises(BadResult, match=re.escape(problem)):
+        numbers_of(result)
 
 
 def test_an_answer_is_text_and_travels_with_the_score() -> None:
@@ -167,13 +195,6 @@ def test_a_failure_names_the_function_and_ends_the_sample() -> None:
     assert (reply["failure"], reply["detail"].split(" (")[0]) == ("raised", "a: ValueError: oh")
 
 
-def test_options_are_handed_over() -> None:
-    made = function("a", 1.0, 2)
-    config = RewardFunctionConfig(name="own:function", options={"plus": 0.5})
-    with_option = RewardFunction("a", config, made.function)
-    assert score_sample([with_option], make_sample().to_json(), 1 << 28)["scores"][0]["value"] == 2.5
-
-
 def test_the_end_of_a_process_in_words() -> None:
     killed = "its process was ended by signal 9 (Killed; out of memory, or it closed its channel)"
     assert describe_status(int(signal.SIGKILL)) == killed
@@ -192,41 +213,32 @@ def test_figures_stand_for_their_own_source() -> None:
         Failure("timeout", "", 0.6),
     ]
     metrics = reward_metrics(samples, outcomes)
+
+    def figures(prefix: str, **columns: tuple[float, float, float]) -> dict[str, float]:
+        return {
+            f"{prefix}/{column}/{name}": number
+            for column, three in columns.items()
+            for name, number in zip(("mean", "min", "max"), three, strict=True)
+        }
+
+    parts = {"f/x": (6.0, 5.0, 7.0)}
     assert metrics == {
         "reward/num_samples": 5,
-        "reward/failed_share": 0.4,
-        "reward/score/mean": 1.0,
-        "reward/score/min": -2.0,
-        "reward/score/max": 4.0,
-        "reward/f/mean": 1.0,
-        "reward/f/min": -2.0,
-        "reward/f/max": 4.0,
-        "reward/f/x/mean": 6.0,
-        "reward/f/x/min": 5.0,
-        "reward/f/x/max": 7.0,
         "reward/a/num_samples": 3,
-        "reward/a/failed_share": pytest.approx(1 / 3),
-        "reward/a/score/mean": 2.5,
-        "reward/a/score/min": 1.0,
-        "reward/a/score/max": 4.0,
-        "reward/a/f/mean": 2.5,
-        "reward/a/f/min": 1.0,
-        "reward/a/f/max": 4.0,
-        "reward/a/f/x/mean": 6.0,
-        "reward/a/f/x/min": 5.0,
-        "reward/a/f/x/max": 7.0,
         "reward/b/num_samples": 2,
+        "reward/failed_share": 0.4,
+        "reward/a/failed_share": pytest.approx(1 / 3),
         "reward/b/failed_share": 0.5,
-        "reward/b/score/mean": -2.0,
-        "reward/b/score/min": -2.0,
-        "reward/b/score/max": -2.0,
-        "reward/b/f/mean": -2.0,
-        "reward/b/f/min": -2.0,
-        "reward/b/f/max": -2.0,
+        **figures("reward", score=(1.0, -2.0, 4.0), f=(1.0, -2.0, 4.0), **parts),
+        **figures("reward/a", score=(2.5, 1.0, 4.0), f=(2.5, 1.0, 4.0), **parts),
+        **figures("reward/b", score=(-2.0, -2.0, -2.0), f=(-2.0, -2.0, -2.0)),
         **{f"reward/failed/{kind}": int(kind in ("memory", "timeout")) for kind in FAILURE_KINDS},
         "reward/seconds/max": 3.0,
     }
     assert reward_metrics([], [])["reward/failed_share"] == 0.0
+    failed_only = reward_metrics(samples[3:], outcomes[3:])
+    assert failed_only["reward/failed_share"] == 1.0
+    assert "reward/score/mean" not in failed_only
 
 
 def test_an_answer_that_no_frame_holds_is_a_bad_result_that_says_so() -> None:

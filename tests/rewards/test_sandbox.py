@@ -22,7 +22,6 @@ from mrl.rewards import confinement, contained, sandbox
 from mrl.rewards.functions.programs import code, warm_up
 from mrl.rewards.outcome import Score
 from mrl.rewards.sandbox import ContainedProgram, Limits, ProgramEnded
-from tests.rewards import programs
 from tests.rewards.conftest import Bench
 from tests.rewards.programs import ATTACKS, ENDLESS, HUNGRY, LIMITS, RIGHT, TOTAL, WRONG, Case, Outside, hostile
 
@@ -117,6 +116,13 @@ def ended_by(program: str) -> str:
 )
 def test_what_ends_a_program(program: str, reason: str) -> None:
     assert ended_by(program) == reason
+
+
+def test_a_program_leaves_no_descriptor_open() -> None:
+    warm_up()
+    before = len(os.listdir("/proc/self/fd"))
+    assert [ended_by(program) for program in ("print(1)", "while True: pass")] == ["0", "time"]
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_waiting_for_a_processor_costs_a_program_nothing() -> None:
@@ -280,10 +286,3 @@ def test_the_filter(machine: tuple[str, int], number: int, arguments: tuple[int,
     program = confinement.seccomp_filter(name)
     assert verdict(program, number, *arguments, architecture=architecture) == expected
     assert verdict(program, number, *arguments, architecture=0x40000003) == KILL
-
-
-def test_every_program_of_the_benchmark_is_another() -> None:
-    names = [case.name for kind in (RIGHT, WRONG, ENDLESS, HUNGRY) for case in kind]
-    assert len(set(names)) == len(names) == 80
-    assert len(ATTACKS) >= 50
-    assert programs.SECRET not in "".join(ATTACKS.values())

@@ -30,12 +30,6 @@ def parts_of(outcomes: list[Outcome], name: str) -> list[float]:
     return [outcome.parts[f"f0/{name}"] for outcome in outcomes if isinstance(outcome, Score)]
 
 
-def test_a_sample_of_more_than_a_second_costs_its_worker_nothing(bench: Bench) -> None:
-    manager = bench.manager(WITNESS, num_workers=1, limit_s=5)
-    outcomes = manager.score([make_sample(s=1.2), make_sample(s=1.1), make_sample()])
-    assert len(set(parts_of(outcomes, "pid"))) == 1
-
-
 def test_the_clock_starts_anew_between_an_answer_and_the_word_that_follows_it(bench: Bench) -> None:
     """Both come at once, but where an answer fills the read: then the worker's clock runs while its word is on the way.
 
@@ -69,11 +63,6 @@ def test_samples_are_begun_in_their_order_and_many_at_a_time(bench: Bench) -> No
     assert max(parts_of(outcomes, "begin")) < min(parts_of(outcomes, "end")), "all three at the same time"
 
 
-def test_there_are_as_many_workers_as_were_asked_for(bench: Bench) -> None:
-    bench.manager(WITNESS, num_workers=3)
-    assert len(bench.settle(1 + 3)) == 4
-
-
 def test_only_what_broke_its_process_costs_a_worker(bench: Bench) -> None:
     labels = {"f0": RewardFunctionConfig(name=WITNESS), "f1": RewardFunctionConfig(name="tests.rewards.hostile:score")}
     manager = bench.manager(functions=labels, num_workers=1)
@@ -84,19 +73,10 @@ def test_only_what_broke_its_process_costs_a_worker(bench: Bench) -> None:
     first = pid()
     manager.score([make_sample("ValueError"), make_sample("nan"), make_sample("SystemExit")])
     assert pid() == first
-    for do in ("memory", "os._exit", "endless"):
+    for do in ("memory", "os._exit 3", "endless"):
         before = pid()
         manager.score([make_sample(do)])
         assert pid() != before, f"a fresh process after {do}"
-
-
-def test_the_time_of_a_sample_is_told(bench: Bench) -> None:
-    manager = bench.manager(limit_s=0.5)
-    score, late = manager.score([make_sample("sleep", s=0.2), make_sample("endless")])
-    assert isinstance(score, Score)
-    assert 0.2 <= score.seconds < 0.5
-    assert isinstance(late, Failure)
-    assert 0.5 <= late.seconds < 1.5
 
 
 def flaky(bench: Bench, tmp_path: Path, attempts: str, import_s: float = 0.0, **settings: Any) -> RewardManager:
@@ -201,9 +181,9 @@ def test_the_environment_is_a_short_list_and_what_is_given(monkeypatch: pytest.M
 
 
 def test_the_supervisor_is_heard_while_all_are_busy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_SILENCE_S", 2.5)
+    monkeypatch.setattr(pool, "_SILENCE_S", 1.8)
     manager = bench.manager(WITNESS, num_workers=1, limit_s=10)
-    assert len(manager.score([make_sample(s=3.2)])) == 1, "its word of every second keeps the run waiting"
+    assert len(manager.score([make_sample(s=2.2)])) == 1, "its word of every second keeps the run waiting"
 
 
 def test_a_supervisor_that_is_stopped_is_not_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,6 @@ ACTIONS = {
     "ok": at_once,
     "never": never,
     "stubborn": stubborn,
-    "block": block,
     "within": within,
     "die": die,
     "hoard": hoard,

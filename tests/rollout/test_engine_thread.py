@@ -13,7 +13,7 @@ import pytest
 from mrl.config.mesh import Mesh
 from mrl.controller import RankInfo, Rendezvous
 from mrl.errors import RolloutError, WorkerSilent
-from mrl.rollout.engine import RolloutEngine, need_version
+from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.replica import EngineThread, RolloutReplica
 from mrl.rollout.requests import Sampling
 from tests.rollout.counting_engine import SETTINGS, CountingEngine, request
@@ -169,71 +169,7 @@ def test_nothing_of_what_was_aborted_comes_back(make: Callable[..., Driven]) -> 
     assert driven.collect(1) == ["a"]
 
 
-# --- the rules of every engine, and the replica -----------------------------------------------------------------------
-
-
-def test_an_update_that_failed_leaves_no_version() -> None:
-    engine = CountingEngine(SETTINGS)
-    engine.receive_weights(1)
-    with pytest.raises(RolloutError, match="torn"):
-        engine.receive_weights(-1)
-    assert engine.weight_version is None
-    with pytest.raises(RolloutError, match="rollout-0 is stale: it has weights None, not version 1"):
-        need_version(engine, 1)
-    with pytest.raises(RolloutError, match="rollout-0 is stale: it has not received weights"):
-        engine.start([request("a")], PLAIN)
-    engine.receive_weights(3)
-    need_version(engine, 3)
-    assert engine.notes == [("weights", 1, None), ("weights", -1, None), ("weights", 3, None)]
-
-
-def test_sleep_forgets_the_version_and_parts_wake_one_by_one() -> None:
-    engine = CountingEngine(SETTINGS)
-    engine.receive_weights(1)
-    engine.sleep()
-    assert engine.weight_version is None
-    engine.wake("weights")
-    with pytest.raises(RolloutError, match=r"cannot wake its weights: awake: \['weights'\]"):
-        engine.wake("weights")
-    engine.receive_weights(1)
-    with pytest.raises(RolloutError, match="rollout-0 is asleep: wake its kv_cache first"):
-        engine.sleep()
-    engine.wake("kv_cache")
-    with pytest.raises(RolloutError, match=r"cannot wake its kv_cache: awake: \['kv_cache', 'weights'\]"):
-        engine.wake("kv_cache")
-    engine.start([request("a")], PLAIN)
-    assert [note for note in engine.notes if note != "start"] == [
-        ("weights", 1, None),
-        "sleep",
-        ("wake", "weights"),
-        ("weights", 1, None),
-        ("wake", "kv_cache"),
-    ]
-
-
-def test_two_samples_of_one_start_have_two_keys() -> None:
-    engine = CountingEngine(SETTINGS)
-    engine.receive_weights(1)
-    with pytest.raises(RolloutError, match="two samples of rollout-0 have the same key"):
-        engine.start([request("a"), request("a")], PLAIN)
-    assert not engine.unfinished
-    engine.start([request("a", 1), request("b", 2)], PLAIN)
-    assert [sample.key for sample in engine.step()] == ["a"]
-    assert set(engine.unfinished) == {"b"}
-    engine.start([request("a", 5)], PLAIN)
-    assert set(engine.unfinished) == {"a", "b"}
-
-
-@pytest.mark.parametrize(("max_tokens", "fits"), [(36, True), (37, True), (38, False), (1, True), (0, False)])
-def test_a_prompt_and_its_response_fit_to_the_last_token(max_tokens: int, fits: bool) -> None:
-    engine = CountingEngine(SETTINGS)  # forty tokens
-    engine.receive_weights(1)
-    if fits:
-        engine.start([request("a", max_tokens)], PLAIN)
-        return
-    with pytest.raises(RolloutError, match=f"a: 3 prompt tokens and {max_tokens} new tokens exceed the limit of 40"):
-        engine.start([request("b", 1), request("a", max_tokens)], PLAIN)
-    assert not engine.unfinished
+# --- the replica ----------------------------------------------------------------------------------------------------
 
 
 def replica() -> tuple[Any, CountingEngine]:

@@ -133,36 +133,10 @@ def kill(fleet: Fleet, *replicas: int) -> None:
         os.kill(fleet.pid(replica), signal.SIGKILL)
 
 
-def test_late_replicas_get_their_weights_before_they_serve(fleet: Fleet) -> None:
-    fleet.fleet.sleep()
-    fleet.fleet.wake("weights")
-    fleet.fleet.wake("kv_cache")
-    samples = generate(fleet.fleet, WANTED[:3], SAMPLING, version=2)
-    assert [sample.weight_version for sample in samples] == [2, 2, 2]
-    assert fleet.sent == [(0, 1)]
-    generate(fleet.fleet, WANTED[:3], SAMPLING, version=2)
-    assert fleet.sent == [(0, 1)]
-
-
 def test_samples_are_those_of_one_engine(fleet: Fleet, alone: dict[str, Generated]) -> None:
     assert "has no fused tensors" in fleet.fleet.full_tensor_reason
     fleet.fleet.update(1)
     assert_are(generate(fleet.fleet, WANTED, SAMPLING, version=1), alone)
-
-
-def test_whoever_asks_for_no_more_leaves_idle_replicas(fleet: Fleet, alone: dict[str, Generated]) -> None:
-    stream = fleet.fleet.stream(WANTED, SAMPLING, version=1)
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert_are(generate(fleet.fleet, WANTED, SAMPLING, version=1), alone)
-
-
-def test_what_does_not_fit_is_refused_before_any_replica_sees_it(fleet: Fleet) -> None:
-    with pytest.raises(RolloutError, match="exceed the limit of"):
-        generate(fleet.fleet, [dataclasses.replace(WANTED[0], max_tokens=MAX_TOKENS)], SAMPLING, version=1)
-    with pytest.raises(RolloutError, match="the same key"):
-        generate(fleet.fleet, [WANTED[0], WANTED[0]], SAMPLING, version=1)
-    assert not fleet.lost()
 
 
 def test_a_replica_killed_in_the_middle_loses_no_sample(fleet: Fleet, alone: dict[str, Generated]) -> None:

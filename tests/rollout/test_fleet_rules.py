@@ -210,13 +210,6 @@ def test_what_cannot_be_served_is_refused_before_anybody_is_asked(
     assert LIMITS.max_tokens == 40
 
 
-def test_why_whole_tensors_travel_is_asked_once(make: Callable[..., World]) -> None:
-    world = make()
-    for _ in range(2):
-        assert world.fleet.full_tensor_reason == "because of the test"
-    assert world.calls("full_tensor_reason") == [(0, ())]
-
-
 def test_a_replica_is_asked_again_only_after_it_has_answered(make: Callable[..., World]) -> None:
     world = make()
     world.fleet.update(1)

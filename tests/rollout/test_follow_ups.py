@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mrl.errors import RolloutError, WorkerDied
+from mrl.errors import WorkerDied
 from mrl.rollout.fleet import FOLLOW_UP_WAIT_S
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.scheduler import RequestScheduler
@@ -128,12 +128,3 @@ def test_alone_no_replica_has_two_in_hand(make: Made) -> None:
     run(world, turns, 5, replace(PLAIN, alone=True))
     assert turns.served.keys() == wanted(5, 2)
     assert max(len(args[0]) for _, args in world.calls("submit_and_poll")) == 1
-
-
-def test_a_turn_that_does_not_fit_is_refused(make: Made) -> None:
-    world, turns = make(1), Turns(2)
-    stream = world.fleet.stream([request("p0/0")], PLAIN, 1, turns)
-    turns.written(next(stream))
-    turns.ready.append(request("long/0", max_tokens=4000))
-    with pytest.raises(RolloutError, match="3 prompt tokens and 4000 new tokens exceed the limit of 40"):
-        list(stream)

@@ -9,12 +9,17 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mrl.config.mesh import Mesh
+from mrl.config.reward import JudgeConfig
+from mrl.controller import RankInfo, Rendezvous
+from mrl.rollout import judge_server
 from mrl.rollout.judge_guard import RequireKey
-from mrl.rollout.judge_server import _flag
+from mrl.rollout.judge_server import JudgeServer, _flag
 from tests.rewards.conftest import MARKER, marked, settle
 
 KEY = "not-to-be-told"
@@ -98,3 +103,17 @@ def test_what_ends_by_itself_takes_its_family_with_it_and_is_told_of(marker: str
     assert process.returncode == 1
     assert "ended by signal 9" in said
     assert settle(marker, 0, within_s=1) == set()
+
+
+def test_each_engine_serves_on_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[int, str | None] = {}
+    monkeypatch.setattr(judge_server, "_answers", lambda url: True)
+    monkeypatch.setattr(judge_server, "node_copy", lambda path: path)
+    monkeypatch.setattr(judge_server, "Thread", lambda target, args, **_: SimpleNamespace(start=lambda: target(*args)))
+    for rank in range(4):
+        place = RankInfo("judge", rank, rank, Mesh(4), Rendezvous("127.0.0.1", 0, 4, None))
+        server = JudgeServer(place, JudgeConfig(path="judge", tp=2), start_s=1.0)
+        server._keep = lambda _, variables, rank=rank: started.update({rank: variables.get("CUDA_VISIBLE_DEVICES")})  # type: ignore[method-assign]
+        address = server.serve(["127.0.0.1"] * 4, ["0", "1", "5", "7"], KEY)  # type: ignore[operator]
+        assert address.startswith("http://127.0.0.1:") == (rank % 2 == 0)
+    assert started == {0: "0,1", 2: "5,7"}

@@ -97,25 +97,23 @@ def test_a_replica_that_starts_while_the_trainer_computes_waits_for_it(world: Wo
     assert {(sample.replica, sample.weight_version) for sample in found[6:]} == {(0, 2), (1, 1)}
 
 
-@pytest.mark.parametrize("cache", ["recompute", "keep"])
-def test_weights_go_to_all_as_soon_as_the_trainer_can_send(world: World, trainer: Trainer, cache: Any) -> None:
+def test_weights_go_to_all_as_soon_as_the_trainer_can_send(world: World, trainer: Trainer) -> None:
     world.fleet.update(1)
     trainer.computes = True
     follow_ups = Open(*(request(f"a{number}") for number in range(4)))
-    stream = world.fleet.stream((), PLAIN, 1, follow_ups, cache)
+    stream = world.fleet.stream((), PLAIN, 1, follow_ups, "keep")
     first = [next(stream) for _ in range(2)]
     assert {sample.weight_version for sample in first} == {1}
     trainer.version, trainer.computes = 2, False
     follow_ups.ready = [request(f"b{number}") for number in range(8)]
     follow_ups.later = None
     rest = list(stream)
-    assert sorted(received(world)[2:]) == [(0, (2, cache)), (1, (2, cache))]
+    assert sorted(received(world)[2:]) == [(0, (2, "keep")), (1, (2, "keep"))]
     assert [sample.weight_version for sample in rest][-1] == 2
     assert {sample.key for sample in (*first, *rest)} == {f"a{n}" for n in range(4)} | {f"b{n}" for n in range(8)}
 
 
-@pytest.mark.parametrize("in_flight", [True, False])
-@pytest.mark.parametrize("num_late", [1, 2])
+@pytest.mark.parametrize(("in_flight", "num_late"), [(True, 1), (False, 1), (True, 2)])
 def test_what_ended_before_the_weights_came_is_no_wrong_answer(
     world: World, trainer: Trainer, in_flight: bool, num_late: int
 ) -> None:

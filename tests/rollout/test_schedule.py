@@ -94,7 +94,6 @@ def test_what_was_not_asked_then_is_refused(recorded: Any) -> None:
         ("", "was started more than once"),
         ('[0, "begin"]\n[0, "weights", "1"]\n[0, "begin"]\n', "was started more than once"),
         ('[0, "begin"]\n[0, "flee"]\n', "not a call: .0, 'flee'."),
-        ('[0, "begin"]\n{"at": 1}\n', "not a call"),
         ('[0, "begin"]\n[0, "sta', "not a schedule of an engine"),
         ("[" * 100_000, "not a schedule of an engine"),
     ],

@@ -13,8 +13,7 @@ import torch
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
-from mrl.controller import Dispatch, RankInfo, Rendezvous
-from mrl.controller.worker import registered_methods
+from mrl.controller import RankInfo, Rendezvous
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
@@ -65,10 +64,3 @@ def test_a_porter_comes_after_the_trainers_ranks_and_serves_the_store(
     assert told == replace(route, rendezvous=rendezvous)
     assert planner.mesh == Mesh(4, tp=2), "the layout is the trainer's"
     assert worker.send_weights(3, [1, 0]) == (3, [1, 0])  # type: ignore[comparison-overlap]
-
-
-def test_one_porter_says_where_to_meet_and_all_prepare() -> None:
-    specs = registered_methods(WeightReceiver)
-    assert specs["rendezvous"].dispatch is Dispatch.RANK_ZERO
-    assert specs["prepare_receiving"].dispatch is Dispatch.ONE_TO_ALL
-    assert specs["send_weights"].dispatch is Dispatch.ONE_TO_ALL

@@ -11,19 +11,9 @@ import pytest
 from mrl.config.resolved.run_directory import steps_in
 from mrl.demo.model import make_model
 from mrl.events import ReplicaLost, read_events
-from tests.apart import run_python, untimed
+from tests.apart import run_mrl, untimed
 from tests.trainer.test_ppo import CONFIG
 
-INLINE = """
-import sys
-import mrl.trainer.sample_stream as stream
-from tests.trainer.test_sample_stream import Inline
-from mrl.cli.main import main
-stream.ThreadPoolExecutor = Inline
-sys.exit(main())
-"""
-"""A program that generates the next batch before it trains one, and does nothing at the same time."""
-THREADED = "import sys; from mrl.cli.main import main; sys.exit(main())"
 APART = (
     "placement={pools: {all: 2, engines: 1}, roles: {actor: all, critic: all, rollout: engines}}",
     "cluster.devices_per_node=3",
@@ -43,9 +33,9 @@ LONG = (
 IN_FLIGHT = (*WEIGHED, *MEASURED, *LONG, "asynchrony.weights=in_flight", "sync.probe_every=2")
 
 
-def train(config: Path, name: str, *overrides: str, program: str = THREADED) -> list[dict[str, Any]]:
+def train(config: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     """The metrics of a run without what only a clock decides."""
-    run_python("-c", program, "train", str(config), f"run.name={name}", *overrides)
+    run_mrl("train", str(config), f"run.name={name}", *overrides)
     return untimed(config.parent / "runs" / name)
 
 
@@ -60,7 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_thread_a_program_without_one_and_a_resumed_run_are_equal(config: Path) -> None:
+def test_a_run_with_a_batch_ahead_and_the_same_run_resumed(config: Path) -> None:
     """To the bit: three steps with one batch ahead, validated and saved."""
     settings = (*APART, *WEIGHED, *MEASURED, "asynchrony.ahead=1")
     lines = train(config, "threaded", *settings)
@@ -68,7 +58,6 @@ def test_a_thread_a_program_without_one_and_a_resumed_run_are_equal(config: Path
     assert lines[2]["mismatch/ratio_mean/age_1"] != 1.0
     assert 0 < lines[2]["mismatch/ratio_eff_sample_size/age_1"] < 1
     assert abs(lines[1]["mismatch/ratio_mean/age_0"] - 1) < 1e-5
-    assert train(config, "inline", *settings, program=INLINE) == lines
 
     run, again = config.parent / "runs" / "threaded", config.parent / "runs" / "again"
     shutil.copytree(run, again)
@@ -100,7 +89,7 @@ def test_weights_in_flight(name: str, overrides: tuple[str, ...], config: Path) 
     run = config.parent / "runs" / name
     lost = [found.event for found in read_events(run / "events.jsonl") if isinstance(found.event, ReplicaLost)]
     assert not lost
-    said = run_python("-c", THREADED, "train", "--replay", str(run))
+    said = run_mrl("train", "--replay", str(run))
     assert f"identical to {run}, bit for bit, up to its last step, 4" in said
     assert untimed(run.with_name(f"{name}-replay")) == lines
 

@@ -87,12 +87,9 @@ def test_each_role_is_told_its_model_and_its_part(tmp_path: Path) -> None:
     assert model_setup("actor", config) == ModelSetup("policy", "lm", config.actor, 5, 77.0, False, True)
     assert model_setup("critic", config) == ModelSetup("policy", "score", CRITIC, 5, 77.0, True, False)
     assert model_setup("reward_model", config) == ModelSetup("scorer", "score", SCORER, 5, 77.0, False, False)
-
-
-def test_a_critic_of_its_own_has_its_head(tmp_path: Path) -> None:
-    config = whole_config(tmp_path, model={"critic": "values"})
-    assert model_setup("critic", config) == ModelSetup("values", "score", CRITIC, 5, 77.0, False, False)
-    assert model_setup("actor", config).path == "policy"
+    own = whole_config(tmp_path, model={"critic": "values"})
+    assert model_setup("critic", own) == ModelSetup("values", "score", CRITIC, 5, 77.0, False, False), "it has a head"
+    assert model_setup("actor", own).path == "policy"
 
 
 @pytest.mark.parametrize(("where", "keeps"), [("none", False), ("reward", True), ("loss", True), ("both", True)])
@@ -358,24 +355,6 @@ def test_a_role_that_does_not_start_takes_the_others_with_it(
         pass
     assert stage.journal.count("shutdown") == 2
     assert "release" in stage.journal
-
-
-def test_a_models_files_are_checked_against_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    class Reader:
-        def __init__(self, path: str) -> None:
-            self.path = path
-
-        def check(self, *arguments: Any) -> None:
-            asked.append((self.path, *arguments))
-
-    monkeypatch.setattr(made, "read_spec", lambda path: f"spec of {path}")
-    monkeypatch.setattr(made, "HfReader", Reader)
-    for role in ("actor", "critic", "reward_model"):
-        made.check_model(model_setup(role, whole_config(tmp_path)))
-    policy = ("policy", "spec of policy")
-    assert asked == [(*policy, "lm", False), (*policy, "score", True), ("scorer", "spec of scorer", "score", False)]
 
 
 class OwnManager:

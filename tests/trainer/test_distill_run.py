@@ -105,14 +105,3 @@ def test_a_teacher_beside_rewards_is_a_share_of_what_is_learned(directory: Path)
     assert [line["step"] for line in lines] == [1, 2]
     assert all(0.0 < line["actor/taught_share"] < 1.0 for line in lines)
     assert all("actor/distill_loss" not in line for line in lines)
-
-
-@pytest.mark.slow
-def test_a_teacher_of_other_tokens_is_refused_before_ray_starts(directory: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(directory / "teacher" / "model", other)
-    text = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(text.replace('"a":', '"\\u0394":', 1))
-    told = run_mrl(*("train", str(directory / "student.yaml"), f"teacher.path={other}", *LAYOUTS["full"]), exit_code=2)
-    assert "have other ids or none" in told
-    assert str(other) in told

@@ -14,20 +14,9 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.collector import full_batch
 from mrl.trainer.generation import ScoredBatch
+from tests.trainer.fakes import Prompts
 
 SAMPLES = 2
-
-
-class Prompts:
-    """Three prompts per batch, numbered through."""
-
-    def __init__(self) -> None:
-        self.num_drawn = 0
-
-    def next_batch(self) -> DataProto:
-        numbers = list(range(self.num_drawn, self.num_drawn + 3))
-        self.num_drawn += 3
-        return DataProto.from_dict(non_tensors={"uid": [str(number) for number in numbers]}, row_ids=numbers)
 
 
 def config(most_rounds: int | None) -> Any:
@@ -54,37 +43,23 @@ def score_as(teaches: set[str]) -> Any:
     return generate
 
 
-def test_without_it_one_round_is_the_batch() -> None:
-    scored = full_batch(config(None), Prompts(), score_as(set()))  # type: ignore[arg-type]
-    assert len(scored.batch) == 3 * SAMPLES
-
-
 def test_rounds_go_on_until_the_batch_is_full_of_prompts_that_teach() -> None:
-    prompts = Prompts()
-    scored = full_batch(config(4), prompts, score_as({"1", "3", "7", "8"}))  # type: ignore[arg-type]
-    assert list(scored.batch.non_tensor_batch["uid"]) == ["1", "1", "3", "3", "7", "7"]
+    prompts = Prompts(3)
+    scored = full_batch(config(4), prompts, score_as({"p1", "p3", "p7", "p8"}))  # type: ignore[arg-type]
+    assert list(scored.batch.non_tensor_batch["uid"]) == ["p1", "p1", "p3", "p3", "p7", "p7"]
     assert prompts.num_drawn == 9
     assert scored.metrics["sampling/rounds"] == 3
     assert scored.metrics["sampling/uniform_prompts"] == 5
-
-
-def test_it_does_not_go_on_for_ever() -> None:
-    with pytest.raises(RewardError, match="only 1 of 3 prompts have samples with different scores after 2 rounds"):
-        full_batch(config(2), Prompts(), score_as({"4"}))  # type: ignore[arg-type]
-
-
-def test_each_row_keeps_its_own_score_and_the_figures_are_the_means_of_the_rounds() -> None:
-    scored = full_batch(config(4), Prompts(), score_as({"1", "3", "7", "8"}))  # type: ignore[arg-type]
     assert scored.batch.row_ids.tolist() == [2, 3, 6, 7, 14, 15]
-    assert scored.batch["scores"].tolist() == [0.0, 1.0] * 3
-    assert scored.metrics["reward/score/mean"] == pytest.approx((1 / 6 + 1 / 6 + 2 / 6) / 3)
+    assert scored.batch["scores"].tolist() == [0.0, 1.0] * 3, "each row keeps its own score"
+    assert scored.metrics["reward/score/mean"] == pytest.approx((1 / 6 + 1 / 6 + 2 / 6) / 3), "the mean of the rounds"
 
 
 @pytest.mark.parametrize("most_rounds", [1, 2, 3])
 def test_as_many_rounds_as_are_allowed_may_fill_the_batch(most_rounds: int) -> None:
     """The third prompt that teaches comes in the last round."""
-    teaches = {"0", "1", str(3 * most_rounds - 1)}
-    prompts = Prompts()
+    teaches = {"p0", "p1", f"p{3 * most_rounds - 1}"}
+    prompts = Prompts(3)
     scored = full_batch(config(most_rounds), prompts, score_as(teaches))  # type: ignore[arg-type]
     assert set(scored.batch.non_tensor_batch["uid"]) == teaches
     assert scored.metrics["sampling/rounds"] == most_rounds
@@ -92,12 +67,13 @@ def test_as_many_rounds_as_are_allowed_may_fill_the_batch(most_rounds: int) -> N
 
 
 def test_a_batch_that_never_fills_names_its_figures() -> None:
-    prompts = Prompts()
+    prompts = Prompts(3)
     with pytest.raises(RewardError, match=r"0 of 3 .* 3 rounds of 3 prompts each; 9 prompts have equal scores"):
         full_batch(config(3), prompts, score_as(set()))  # type: ignore[arg-type]
     assert prompts.num_drawn == 9
 
 
 def test_without_it_the_figures_are_those_of_the_round() -> None:
-    scored = full_batch(config(None), Prompts(), score_as({"1"}))  # type: ignore[arg-type]
+    scored = full_batch(config(None), Prompts(3), score_as({"p1"}))  # type: ignore[arg-type]
+    assert len(scored.batch) == 3 * SAMPLES
     assert scored.metrics == {"reward/score/mean": pytest.approx(1 / 6)}

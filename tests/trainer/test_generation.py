@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.agents.loop import Dialog
 from mrl.config.schema import ModelConfig
 from mrl.protocol import DataProto
 from mrl.rewards.outcome import Failure, Outcome, Score
@@ -64,11 +65,6 @@ def test_each_row_has_its_own_response_and_score(tmp_path: Path) -> None:
     assert list(batch["response_text"]) == TEXTS
     assert list(batch["uid"]) == ["p0", "p0", "p1", "p1"], "and what the prompts had"
     assert stage.progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
-
-
-def test_scores_keep_their_digits(tmp_path: Path) -> None:
-    batch = Stage(tmp_path, lambda sample: Score(1 / 3, {}, 0.0)).run().batch
-    assert batch["scores"].tolist() == [1 / 3] * 4
 
 
 def test_a_reward_is_told_everything_of_its_sample(tmp_path: Path) -> None:
@@ -183,6 +179,28 @@ def test_a_sample_without_a_score_is_in_the_figures_and_not_in_the_batch(tmp_pat
     assert {name: scored.metrics[name] for name in expected} == pytest.approx(expected)
 
 
+def test_failed_conversations_make_their_group_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path, agent={"max_failed_share": 1.0})
+    generator, sizes = stage.generator, list[int]()
+    ended, submit = generator.dialogs.ended, stage.rewards.submit  # type: ignore[union-attr]
+
+    def with_failure() -> list[Dialog]:
+        dialogs = ended()
+        for dialog in dialogs:
+            dialog.failure = Failure("raised", "no answer", 0.0) if dialog.opening.row == 1 else None
+        return dialogs
+
+    def note(sample: Sample, group_size: int) -> int:
+        sizes.append(group_size)
+        return submit(sample)
+
+    monkeypatch.setattr(generator, "_waits_for_groups", True)
+    monkeypatch.setattr(generator.dialogs, "ended", with_failure)
+    monkeypatch.setattr(stage.rewards, "submit", note)
+    assert stage.run().batch.row_ids.tolist() == [0, 2, 3]
+    assert sizes == [1, 2, 2]
+
+
 def test_without_reward_functions_scores_begin_at_nothing(tmp_path: Path) -> None:
     scored = Stage(tmp_path, None).run()
     assert scored.batch["scores"].tolist() == [0.0] * 4
@@ -190,13 +208,3 @@ def test_without_reward_functions_scores_begin_at_nothing(tmp_path: Path) -> Non
     assert rows_of(scored.batch, "responses") == TOKENS
     assert list(scored.batch["response_text"]) == TEXTS
     assert scored.metrics == {}
-
-
-def test_one_generator_serves_batch_after_batch(tmp_path: Path) -> None:
-    stage = Stage(tmp_path)
-    first = stage.run(step=1)
-    second = stage.run(prompts_of([2, 3]).take([1]), step=2)
-    assert first.batch["scores"].tolist() == [0.0, 0.25, 0.5, 0.75]
-    assert second.batch.row_ids.tolist() == [3]
-    assert second.batch["scores"].tolist() == [0.75]
-    assert second.metrics["reward/num_samples"] == 1

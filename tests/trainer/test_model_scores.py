@@ -122,14 +122,6 @@ def test_running_mean_and_spread_are_those_of_all_scores() -> None:
     assert alike.scaled(np.full(4, 2.5))[0].tolist() == [0.0] * 4, "equal scores become 0"
 
 
-def test_validation_and_greedy_answers_are_not_learned_from() -> None:
-    models = models_that_say([1.0, 3.0, 5.0], ModelScoreConfig(running=True))
-    models.add(samples(), learn=True)
-    before = models.state_dict()
-    models.add(samples(2))
-    assert models.state_dict() == before != {}
-
-
 def test_a_resumed_run_scores_to_the_bit_as_if_it_had_not_stopped() -> None:
     said, config = [0.1, 0.7, -1.3], ModelScoreConfig(running=True)
     models = models_that_say(said, config)
@@ -141,11 +133,6 @@ def test_a_resumed_run_scores_to_the_bit_as_if_it_had_not_stopped() -> None:
     )
     assert resumed.state_dict() == models.state_dict()
     models_that_say(said, config).load_state_dict({})  # of a run without it
-
-
-def test_scores_of_float32_are_added_in_float64() -> None:
-    scored = models_that_say([0.0, 0.0, 0.1], ModelScoreConfig(weight=3.0)).add(samples())
-    assert scored.batch["scores"].tolist() == [1.0, 0.0, 0.25 + 3.0 * float(torch.tensor(0.1))]
 
 
 def files_of(directory: Path, name: str, vocab: int = 262) -> Path:
@@ -162,17 +149,6 @@ def files_of(directory: Path, name: str, vocab: int = 262) -> Path:
 def config_of(policy: Path, scorer: Path, **sections: Any) -> Any:
     config = make_config(policy.parent, reward_model=replace(SCORER, path=str(scorer)), **sections)
     return replace(config, model=replace(config.model, path=str(policy)))
-
-
-def test_another_chat_template_is_warned_of(tmp_path: Path) -> None:
-    policy, scorer = files_of(tmp_path, "policy"), files_of(tmp_path, "scorer")
-    tokenizer = load_tokenizer(str(policy))
-    config = config_of(policy, scorer)
-    assert list(check_reward_models(config, tokenizer)) == []
-    (scorer / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    ((role, warning),) = check_reward_models(config, tokenizer)
-    assert role == "reward_model"
-    assert warning.startswith(f"{scorer} has another chat template than the policy")
 
 
 @pytest.mark.parametrize(("known", "refused"), [(261, True), (262, False), (263, False)])
@@ -230,8 +206,3 @@ def test_texts_go_over_by_rows_and_what_does_not_fit_is_named(tmp_path: Path) ->
         "reward_models.x",
         "increase reward_models.x.max_tokens_per_device",
     )
-
-
-def test_without_a_reward_model_there_is_nothing_to_check(tmp_path: Path) -> None:
-    tokenizer: Any = None
-    assert list(check_reward_models(make_config(tmp_path), tokenizer)) == []

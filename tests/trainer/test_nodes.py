@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +13,6 @@ from mrl.errors import ModelError, SetupError
 from mrl.events import EventLog, Warned, read_events
 from mrl.trainer import nodes as trainer_nodes
 from mrl.trainer.nodes import check_libraries, fetch_models
-from tests.apart import run_python
-from tests.hub import hub_service, make_hub_cache
 from tests.trainer.fakes import make_config
 
 JOINED = ClusterConfig(nodes=2, devices_per_node=2, device="cpu", ray_address="auto")
@@ -68,25 +64,6 @@ def test_a_node_that_cannot_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelError, match=r"^node n2: there is no directory policy\n") as caught:
         bring(tmp_path, monkeypatch, Nodes(answers, {"id2": answers["id2"]}))
     assert "HF_HOME" in caught.value.fix
-
-
-@pytest.mark.slow
-def test_two_nodes_with_caches_of_their_own(tmp_path: Path) -> None:
-    """Two raylets of which the second has another cache: it downloads the driver's commit, once for its ranks."""
-    made = tmp_path / "made"
-    made.mkdir()
-    (made / "config.json").write_text("{}")
-    (made / "model.safetensors").write_bytes(bytes(1000))
-    snapshot = make_hub_cache(tmp_path / "first", "maker/tiny", made)
-    with hub_service({"maker/tiny": made}) as hub:
-        said = run_python("-m", "tests.trainer.two_caches", str(tmp_path), str(snapshot), hub.endpoint)
-        downloads = [line for line in hub.asked if line.startswith("GET") and re.search("/(blobs|resolve)/", line)]
-    report = json.loads(said.splitlines()[-1])
-    own = tmp_path / "second" / snapshot.relative_to(tmp_path / "first")
-    assert report["copies"] == [str(snapshot), str(own)]
-    assert len(downloads) == 2, downloads
-    assert (own / "model.safetensors").read_bytes() == bytes(1000)
-    assert re.match(r"node \S+: maker/tiny@0+: it has no revision", report["error"])
 
 
 ONE: Any = SimpleNamespace(nodes=RESOURCES.nodes[:1])

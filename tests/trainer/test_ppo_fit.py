@@ -67,7 +67,7 @@ def test_validations_are_as_many_as_are_asked_for(validation: dict[str, Any], ti
     assert validated == ({SCORE: 0.5} if times else {})
 
 
-@pytest.mark.parametrize(("every", "steps"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5])])
+@pytest.mark.parametrize(("every", "steps"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5])])
 def test_checkpoints_are_written_every_so_often_and_last(every: int, steps: list[int], tmp_path: Path) -> None:
     with scene(config_of(tmp_path, training={"save_every": every}), tmp_path) as found:
         assert found.trainer.fit() == {}
@@ -100,34 +100,16 @@ def test_a_checkpoint_is_the_best_only_by_a_validation_of_its_own(tmp_path: Path
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000005"
 
 
-def test_the_best_is_chosen_by_the_score_of_all_sources_together(tmp_path: Path) -> None:
-    with scene(config_of(tmp_path, validation={"every": 5}), tmp_path, validations=[0.1, 0.5]) as found:
+def test_each_new_best_by_the_chosen_figure_and_direction_is_kept(tmp_path: Path) -> None:
+    """The validation before training has no checkpoint to keep, a tie is not better, and the last step is saved."""
+    easy, figures = "val/easy/solved/mean@1", (-1.0, 4.0, 1.0, 1.0, 0.0, 5.0)
+    by = {"every": 1, "keep_best": True, "best_metric": easy, "best_mode": "min"}
+    with scene(config_of(tmp_path, validation=by), tmp_path, validations=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5]) as found:
         whole = found.components.validator.run
-        others = {"val/score/prompts": 7.0, "val/score/solved/mean@1": 0.8, "val/easy/score/mean@1": 0.9}
-        found.components.validator.run = lambda step, models: others | whole(step, models)
-        found.trainer.fit()
-    manifest = json.loads((tmp_path / "checkpoints" / "step-000005" / "manifest.json").read_text())
-    assert manifest["state"]["best"] == 0.5
-
-
-def test_a_checkpoint_follows_a_new_best_where_it_is_to_be_kept(tmp_path: Path) -> None:
-    """Steps 2 and 4 are better than any before; step 3 is not, and the last is saved in any case."""
-    config = config_of(tmp_path, validation={"every": 1, "keep_best": True})
-    with scene(config, tmp_path, validations=[0.9, 0.2, 0.5, 0.5, 0.6, 0.1]) as found:
+        found.components.validator.run = lambda step, models: {easy: figures[step]} | whole(step, models)
         found.trainer.fit()
     assert saved_steps(tmp_path) == [1, 2, 4, 5]
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000004"
-
-
-def test_the_best_goes_by_the_figure_and_the_direction_that_are_asked_for(tmp_path: Path) -> None:
-    by = {"every": 1, "keep_best": True, "best_metric": "val/easy/solved/mean@1", "best_mode": "min"}
-    with scene(config_of(tmp_path, validation=by), tmp_path, validations=[0.0, 0.1, 0.2, 0.3, 0.4, 0.5]) as found:
-        whole = found.components.validator.run
-        easy = "val/easy/solved/mean@1"
-        found.components.validator.run = lambda step, models: {easy: (step - 3.0) ** 2} | whole(step, models)
-        found.trainer.fit()
-    assert saved_steps(tmp_path) == [1, 2, 3, 5]
-    assert (tmp_path / "checkpoints" / "best").read_text() == "step-000003"
 
 
 def test_a_figure_that_is_missing_makes_no_best_and_is_said(tmp_path: Path) -> None:

@@ -10,16 +10,12 @@ import torch
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import TrainedModelConfig
-from mrl.config.step_calls import STEP
 from mrl.data.packing import PackingRules, RowCost
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.role_client import (
     ActorClient,
-    CriticClient,
-    ReferenceClient,
     RewardModelClient,
-    TeacherClient,
     mean_of,
 )
 from mrl.workers.messages import ModelFacts, UpdateReport, WholeBatch
@@ -66,13 +62,6 @@ def written(**said: Any) -> DataProto:
     return DataProto.from_dict({"scores": torch.tensor([1.0])}, meta_info=said)
 
 
-def test_what_workers_know_of_their_model_is_kept() -> None:
-    group = Group()
-    role = role_of(group)
-    assert (role.num_parameters, role.flops_per_token, role.device) == (77, 3.5, "NVIDIA H100 80GB HBM3")
-    assert role.group is group
-
-
 def test_rows_go_into_micro_batches_that_hold_prompt_and_response() -> None:
     group = Group(written())
     role_of(group).compute_ref_log_prob(batch_of(*LENGTHS))
@@ -96,13 +85,6 @@ def test_rows_are_stored_as_the_layout_of_the_model_wants_it() -> None:
     role_of(group).compute_ref_log_prob(batch_of(20, 21, 23, 24))
     ((_, sizes),) = group.calls
     assert sizes == [[1, 1], [1, 1]], "each row takes up 8 tokens"
-
-
-def test_a_larger_budget_makes_fewer_micro_batches() -> None:
-    group = Group(written())
-    role_of(group, max_tokens=32).compute_ref_log_prob(batch_of(*LENGTHS))
-    ((_, sizes),) = group.calls
-    assert [len(of_shard) for of_shard in sizes] == [1, 1]
 
 
 def test_what_all_shards_say_alike_is_said_once() -> None:
@@ -143,18 +125,6 @@ def test_updates_are_averaged_and_skipped_ones_counted() -> None:
     updates.append({"loss": 1.0, "lr": 0.2, "skipped": 0.0})
     assert mean_of(updates, "actor") == pytest.approx({"actor/loss": 2.0, "actor/lr": 0.4, "actor/skipped": 2.0})
     assert mean_of([], "actor") == {}
-
-
-def test_each_call_of_a_step_has_a_method_of_its_role() -> None:
-    clients = {
-        "actor": ActorClient,
-        "critic": CriticClient,
-        "reference": ReferenceClient,
-        "reward_model": RewardModelClient,
-        "teacher": TeacherClient,
-    }
-    for call in STEP:
-        assert callable(getattr(clients[call.role], call.method)), call.method
 
 
 class Turns:

@@ -8,22 +8,22 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import mrl
 from mrl.algos.kl import KLController
+from mrl.config.algorithm import KlConfig
 from mrl.config.schema import Config
 from mrl.errors import CheckpointError, ConfigError, MrlError, SetupError, WorkerDied, WorkerRaised
-from mrl.events import Event, PhaseEnd, RunEnded, RunStarted, Warned, read_events
+from mrl.events import Event, RunEnded, Warned, read_events
 from mrl.observe.metrics import read_metrics
 from mrl.trainer.components import Components
 from mrl.trainer.model_scores import ModelScores
-from mrl.trainer.run import Run, open_run
+from mrl.trainer.run import Run, describe_changes, open_run, resume_config
 from tests.trainer.fakes import Prompts, Role, Screen, make_config, resolved
 
 
@@ -104,44 +104,12 @@ def best_after(run: Run, scores: dict[int, float | None]) -> list[str]:
 def test_the_best_checkpoint_is_the_best_of_all_also_after_a_resume(begin: Begin) -> None:
     first = begin()
     assert first.resume(team_of()) == 0
-    scores = {1: None, 2: 1.0, 3: 3.0, 4: 2.0, 5: 2.5, 6: 3.0, 7: None}
+    scores = {1: None, 2: -3.0, 3: -1.0, 4: -2.0, 5: -1.5, 6: -1.0, 7: None}
     second, third = "step-000002", "step-000003"
     assert best_after(first, scores) == ["", second, third, third, third, third, third]
     again = begin()
     assert again.resume(team_of()) == 7
-    assert best_after(again, {8: 2.9, 9: None, 10: 3.5}) == [third, third, "step-000010"]
-
-
-def test_scores_below_zero_can_be_the_best(begin: Begin) -> None:
-    run = begin()
-    run.resume(team_of())
-    assert best_after(run, {1: -2.0, 2: -3.0, 3: -1.0}) == ["step-000001", "step-000001", "step-000003"]
-    again = begin()
-    again.resume(team_of())
-    assert best_after(again, {4: -1.5}) == ["step-000003"], "and are remembered"
-
-
-def test_a_run_that_was_never_validated_has_no_best(begin: Begin) -> None:
-    run = begin()
-    run.resume(team_of())
-    run.save(team_of(4), 1)
-    state = json.loads((run.directory / "checkpoints" / "step-000001" / "manifest.json").read_text())["state"]
-    assert (state["best"], state["trained"]) == (
-        None,
-        {"prompts": {"drawn": 4}, "kl": {"kind": "fixed"}, "model_scores": {}},
-    )
-    again = begin()
-    again.resume(team_of())
-    assert best_after(again, {2: -7.0}) == ["step-000002"]
-    assert sum(isinstance(event, PhaseEnd) and event.phase == "save" for event in events_of(run)) == 2
-
-
-def test_only_as_many_checkpoints_are_kept_as_asked_for(begin: Begin) -> None:
-    run = begin(training={"keep": 3})
-    run.resume(team_of())
-    for step in range(1, 7):
-        run.save(team_of(), step)
-    assert run.checkpoints.steps() == [4, 5, 6]
+    assert best_after(again, {8: -1.1, 9: None, 10: 0.0}) == [third, third, "step-000010"]
 
 
 def test_a_run_that_comes_back_puts_everything_where_it_was(begin: Begin, tracker: Tracker) -> None:
@@ -159,28 +127,6 @@ def test_a_run_that_comes_back_puts_everything_where_it_was(begin: Begin, tracke
     assert (which, name, directory, next_step) == (["tensorboard", "wandb"], "run", again.directory, 4)
     assert config["rollout"]["temperature"] == 0.7
     assert "training" not in config
-
-
-def test_lines_of_steps_that_are_done_again_are_cut_off(begin: Begin) -> None:
-    first = begin()
-    first.resume(team_of())
-    for step in (1, 2, 3):
-        first.record(step, {"figure": step})
-        if step == 2:
-            first.save(team_of(), step)
-    again = begin()
-    again.resume(team_of())
-    again.record(3, {"figure": 30})
-    lines = read_metrics(again.directory / "metrics.jsonl")
-    assert lines == [{"step": 1, "figure": 1}, {"step": 2, "figure": 2}, {"step": 3, "figure": 30}]
-
-
-def test_a_new_run_has_nothing_to_warn_of(begin: Begin, tracker: Tracker) -> None:
-    run = begin()
-    assert run.resume(team_of()) == 0
-    assert run.console.said == []  # type: ignore[attr-defined]
-    assert tracker.opened[-1] == 1
-    assert events_of(run) == [RunStarted("run", mrl.__version__)]
 
 
 def test_a_run_that_left_no_checkpoint_begins_again_and_says_so(begin: Begin) -> None:
@@ -228,16 +174,11 @@ def test_warnings_of_the_configuration_are_passed_on(begin: Begin) -> None:
 def test_metrics_are_written_down_everywhere(begin: Begin, tracker: Tracker) -> None:
     run = begin()
     run.resume(team_of())
+    assert tracker.opened[-1] == 1, "the first step that it gets"
     for step in (1, 2):
         run.record(step, {"figure": step / 2})
     assert read_metrics(run.directory / "metrics.jsonl") == [{"step": 1, "figure": 0.5}, {"step": 2, "figure": 1.0}]
     assert tracker.logged == [(1, {"figure": 0.5}), (2, {"figure": 1.0})]
-
-
-def test_a_save_is_due_every_so_many_steps(begin: Begin) -> None:
-    every_three, never = begin(training={"save_every": 3}), begin(training={"save_every": 0})
-    assert [step for step in range(1, 10) if every_three.save_is_due(step)] == [3, 6, 9]
-    assert not any(never.save_is_due(step) for step in range(1, 10))
 
 
 def checkpoint_warnings(run: Run) -> list[str]:
@@ -295,15 +236,6 @@ def test_a_checkpoint_that_cannot_be_written_is_told_of_and_made_up(begin: Begin
     with pytest.raises(WorkerRaised, match="no space left"):
         run.publish_save()
     assert run.checkpoints.steps() == [10, 21]
-
-
-def test_the_last_checkpoint_of_a_run_must_succeed(begin: Begin) -> None:
-    run, team = begin(training={"max_failed_saves": 5}), team_of()
-    run.resume(team)
-    team.actor.full_disk = True
-    with pytest.raises(WorkerRaised, match="no space left"):
-        run.save(team, 1)
-    assert run.checkpoints.steps() == []
 
 
 def test_a_last_checkpoint_that_cannot_even_begin_is_an_error(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,18 +356,6 @@ def test_telemetry_that_cannot_be_written_is_said_once_and_ends_nothing(begin: B
     assert [about for about in warned if about != "tracker"] == ["metrics", "samples"]
 
 
-def test_a_disk_that_ends_the_run_is_a_message_with_the_path(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, team = begin(training={"max_failed_saves": 5}), team_of()
-    run.resume(team)
-
-    def full(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/manifest.json")
-
-    monkeypatch.setattr("mrl.files.write_text", full)
-    with pytest.raises(CheckpointError, match=r"/somewhere/manifest\.json: cannot write a checkpoint: .*No space"):
-        run.save(team, 1)
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 def test_a_disk_that_takes_nothing_ends_a_run_with_one_cause(number: int, tmp_path: Path) -> None:
     file = str(tmp_path / "run" / "somewhere")
@@ -451,7 +371,7 @@ def test_a_disk_that_takes_nothing_ends_a_run_with_one_cause(number: int, tmp_pa
 
 def test_a_full_disk_of_a_rank_is_one_sentence(begin: Begin) -> None:
     """The traceback adds nothing, and is in the log of the rank."""
-    run, team = begin(training={"max_failed_saves": 1}), team_of(1)
+    run, team = begin(training={"max_failed_saves": 5}), team_of(1)
     run.resume(team)
     where = "/runs/it/checkpoints/.saving-000001/rank-00000.safetensors"
     said = f"actor rank 2 raised in finish_checkpoint: saving failed on 1 of 4 ranks; rank 0: [Errno 28] {where}"
@@ -469,3 +389,52 @@ def test_a_full_disk_of_a_rank_is_one_sentence(begin: Begin) -> None:
         f"cannot write a checkpoint: {said}\n"
         "  fix: free space on that disk; the run resumes from the previous checkpoint"
     )
+
+
+# --- changes of the configuration ---
+
+
+LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "reward_models", "teacher"}
+LEARNT |= {"reference", "rollout", "agent", "asynchrony"}
+MAY_CHANGE = {"run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward", "judge"}
+
+
+def test_what_decides_what_is_learnt_is_held(tmp_path: Path) -> None:
+    assert {each.name for each in fields(Config)} == LEARNT | MAY_CHANGE
+    config = make_config(tmp_path)
+    held = resume_config(config)
+    assert set(held) == LEARNT
+    assert held["actor"]["optimizer"] == {}
+    assert held["batch"]["samples_per_update"] == 4
+    assert json.loads(json.dumps(held)) == held
+
+
+def test_secrets_are_not_held(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    source = replace(config.data.train["sums"], options={"api_key": "a-secret-value", "part": "train"})
+    held = resume_config(replace(config, data=replace(config.data, train={"sums": source})))
+    assert "a-secret-value" not in json.dumps(held)
+    assert held["data"]["train"]["sums"]["options"]["part"] == "train"
+
+
+def test_the_same_configuration_has_not_changed(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    before = resume_config(config)
+    assert describe_changes(before, config, 7) == {}
+    other = replace(config, training=replace(config.training, steps=99, seed=1), deadlines=replace(config.deadlines))
+    assert describe_changes(before, other, 7) == {}, "how long it runs is not what it learns"
+
+
+def test_every_change_is_named_by_its_key_and_first_step(tmp_path: Path) -> None:
+    before = resume_config(make_config(tmp_path, actor={"optimizer": {"lr": 1e-3, "gone": 1}}))
+    now = make_config(
+        tmp_path,
+        actor={"optimizer": {"lr": 1e-4, "new": 2}},
+        algorithm={"kl": KlConfig(coef=0.5)},
+    )
+    assert describe_changes(before, now, 7) == {
+        "actor.optimizer.lr": "was 0.001 when this run began, is 0.0001 from step 8 on",
+        "actor.optimizer.gone": "was 1 when this run began, is None from step 8 on",
+        "actor.optimizer.new": "was None when this run began, is 2 from step 8 on",
+        "algorithm.kl.coef": "was 0.001 when this run began, is 0.5 from step 8 on",
+    }

@@ -161,8 +161,7 @@ def resumed(directory: Path, at: int, **sections: Any) -> tuple[Scene, list[dict
     return found, untimed(directory)
 
 
-@pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("at", [1, 3, 5])
+@pytest.mark.parametrize(("at", "number"), [(1, 1), (3, 2), (5, 3)])
 def test_a_resumed_run_trains_the_batches_that_were_drawn_ahead(at: int, number: int, tmp_path: Path) -> None:
     with scene(ahead(tmp_path, number, training={"save_every": 1}), tmp_path) as whole:
         whole.trainer.fit()

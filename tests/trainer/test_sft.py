@@ -13,15 +13,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mrl.cli.main import main
-from mrl.demo.model import make_model, save_toy_tokenizer
+from mrl.demo.model import make_model
 from mrl.errors import EXIT_STOPPED
 from mrl.observe.metrics import read_metrics
-from tests.models.tiny_models import tiny_config
+from tests.apart import MAIN, ROOT
 from tests.trainer.test_ppo import process_with, wait_until
 
 CONFIG = """\
@@ -42,9 +41,7 @@ training: {{steps: 40, save_every: 15}}
 validation: {{every: 15}}
 """
 COLUMNS = "{data_source: null, ability: null, extra_info: null}"
-ROOT = Path(__file__).resolve().parents[2]
 RUNS = ("whole", "resumed")
-MAIN = "import sys; from mrl.cli.main import main; sys.exit(main())"
 
 
 def write_talks(file: Path, first: int, num: int) -> None:
@@ -180,6 +177,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_model(stopped: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_run_that_loses_a_rank_starts_itself_again(stopped: Path) -> None:
     run = started(stopped / "sft.yaml", "disturbed", "training.max_restarts=1")
     wait_until((stopped / "disturbed" / "checkpoints" / "step-000015").exists)
@@ -213,36 +211,3 @@ def test_a_run_goes_on_in_another_layout(parallel: str, stopped: Path) -> None:
     for key, tensor in expected_model.items():
         assert float((model[key] - tensor).abs().max()) < 1e-3, key
     check_samples(stopped, name, 40, stopped / name / "model")
-
-
-@pytest.mark.slow
-@pytest.mark.on_demand
-def test_experts_and_chunks_learn_what_plain_ranks_do(tmp_path: Path) -> None:
-    """A model with experts in the layouts that only the PPO of other tests goes through."""
-    config, initial = tiny_config("qwen3_moe"), tmp_path / "initial"
-    config.vocab_size = save_toy_tokenizer(initial)
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(initial)
-    (tmp_path / "sft.yaml").write_text(CONFIG.format(directory=tmp_path, model=initial, columns=COLUMNS))
-    write_talks(tmp_path / "train.jsonl", 0, 60)
-    write_talks(tmp_path / "held.jsonl", 60, 21)
-    plain, expected_model = _learned(tmp_path, "dp", "{}")
-    assert plain[-1]["val/loss"] < 0.95 * plain[0]["val/loss"]
-    layouts = {"ep": "{ep: 2}", "etp": "{tp: 2, etp: 2, sequence_parallel: true}", "vpp": "{pp: 2, vpp: 2}"}
-    for name, parallel in layouts.items():
-        figures, model = _learned(tmp_path, name, parallel)
-        for line, expected in zip(figures, plain, strict=True):
-            for figure in {"loss", "grad_norm", "val/loss"} & line.keys():
-                assert line[figure] == pytest.approx(expected[figure], rel=2e-3, abs=1e-4), (name, figure, line["step"])
-        for key, tensor in expected_model.items():
-            assert float((model[key] - tensor).abs().max()) < 1e-3, (name, key)
-
-
-def _learned(directory: Path, name: str, parallel: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The figures and the model of eight updates in a layout."""
-    short = ("training={steps: 8, save_every: 0}", "validation.every=4")
-    run = started(directory / "sft.yaml", name, *short, f"actor.parallel={parallel}")
-    printed, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, printed
-    check_samples(directory, name, 8, directory / name / "model")
-    return read_metrics(directory / name / "metrics.jsonl"), load_file(directory / name / "model" / "model.safetensors")

@@ -13,7 +13,7 @@ import pytest
 from mrl.data.chat import load_tokenizer
 from mrl.protocol import DataProto
 from mrl.trainer.sft import first_by_source
-from tests.trainer.test_sft_run import END, Group, Lab
+from tests.trainer.test_sft_run import END, Group, Lab, measured
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_samples_are_what_the_model_writes_token_by_token(lab: Lab) -> None:
 def test_a_resumed_run_writes_the_samples_of_an_undisturbed_one(lab: Lab) -> None:
     lab.validate_on(3, every=2)
     lab.train(Group(), steps=4)
-    whole = sampled(lab)
+    whole, figures = sampled(lab), measured(lab)
     (lab.directory / "samples" / "validation-000004.parquet").unlink()
     (lab.directory / "checkpoints").rename(lab.directory / "elsewhere")
     lab.stop_after = 2
@@ -74,6 +74,7 @@ def test_a_resumed_run_writes_the_samples_of_an_undisturbed_one(lab: Lab) -> Non
     group.rows += stopped.rows
     lab.train(group, steps=4)
     assert sampled(lab) == whole
+    assert measured(lab) == figures
     assert [call for call in group.journal if call[0] == "predict"] != []
     assert len(whole) == 3
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import pty
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,19 +41,6 @@ def test_each_signal_is_a_reason_by_its_name(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
-def test_handlers_come_back_after_an_error() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    with pytest.raises(KeyError), ShutdownSignal(None).on_signals():
-        raise KeyError
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
-
-
-def test_other_signals_are_left_alone() -> None:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR2)}
-    with ShutdownSignal(None).on_signals():
-        assert {number: signal.getsignal(number) for number in before} == before
-
-
 def test_time_is_up_once_the_limit_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch(monkeypatch)
     stopping, endless = ShutdownSignal(90.0), ShutdownSignal(None)
@@ -83,54 +68,59 @@ def test_nohup_stays_nohup() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = """
-import time
-from mrl.trainer.run import ShutdownSignal
-stopping = ShutdownSignal(None, lambda why: print("written:", why, flush=True))
-with stopping.on_signals():
-    print("ready", flush=True)
-    for _ in range(200):
-        time.sleep(0.05)
-        if stopping.reason() == "SIGHUP":
-            print("saving and stopping", flush=True)
-            raise SystemExit(75)
-"""
-
-
-def started(output: int) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=output, stdout=output, stderr=output, env=environment
-    )
-
-
-def wait_until_ready(terminal: int) -> None:
-    """Read the whole line "ready": its end may come apart from the word."""
+def started() -> tuple[int, int]:
+    """Fork a run that stops for SIGHUP. Return its process and its terminal, once it listens."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        _run()
     said = b""
-    while not said.endswith(b"ready\r\n"):
+    while not said.endswith(b"ready\r\n"):  # the end of a line may come apart from the word
         said += os.read(terminal, 1)
+    return pid, terminal
 
 
-def test_one_sigterm_may_come_twice_and_a_second_ends_at_once() -> None:
-    terminal, theirs = pty.openpty()
-    with started(theirs) as run:
-        wait_until_ready(terminal)
-        for _ in range(3):  # as from `timeout`, which sends it to the process and to the group
-            run.terminate()
-        time.sleep(2.5)
-        assert run.poll() is None
-        run.terminate()
-        assert run.wait(8) == 128 + signal.SIGTERM
+def _run() -> None:
+    try:
+        stopping = ShutdownSignal(None, lambda why: print(f"written: {why}", flush=True))
+        with open(1, "w", closefd=False) as sys.stdout, stopping.on_signals():
+            print("ready", flush=True)
+            for _ in range(200):
+                time.sleep(0.05)
+                if stopping.reason() == "SIGHUP":
+                    print("saving and stopping", flush=True)
+                    os._exit(75)
+    finally:
+        os._exit(1)  # not back into pytest
+
+
+def ended(pid: int) -> int:
+    """Return the exit code of a process, which must end within ten seconds."""
+    for _ in range(200):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError("the run did not end")
+
+
+def test_one_sigterm_may_come_twice_and_a_second_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mrl.trainer.run._AGAIN_S", 1.0)
+    pid, terminal = started()
+    for _ in range(3):  # as from `timeout`, which sends it to the process and to the group
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(1.5)
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it still runs"
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == 128 + signal.SIGTERM
     said = b"SIGTERM again: exiting without saving"
     assert os.read(terminal, 200).splitlines() == [said, b"written: " + said]
+    os.close(terminal)
 
 
 def test_a_terminal_that_is_gone_fails_no_print() -> None:
-    terminal, theirs = pty.openpty()
-    with started(theirs) as run:
-        wait_until_ready(terminal)
-        os.close(theirs)
-        os.close(terminal)  # every write to it is an error from here on
-        run.send_signal(signal.SIGHUP)
-        assert run.wait(10) == 75
+    pid, terminal = started()
+    os.close(terminal)  # every write to it is an error from here on
+    os.kill(pid, signal.SIGHUP)
+    assert ended(pid) == 75

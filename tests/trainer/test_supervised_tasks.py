@@ -1,15 +1,19 @@
-"""Figures of rows on several ranks, compared with calculations by hand; and models that are rejected in advance."""
+"""Figures of rows and pairs, compared with calculations by hand; and models that are rejected in advance."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from mrl.algos.aggregate import LossNormalizer
+from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective
+from mrl.algos.rows import Rows
 from mrl.config.mesh import Mesh
 from mrl.config.resolved.load import load_config_of
 from mrl.config.schema import TrainedModelConfig
@@ -18,8 +22,16 @@ from mrl.data.packing import PackingRules, RowCost
 from mrl.errors import ModelError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.trainer import sft
 from mrl.trainer.role_client import SupervisedClient
-from mrl.trainer.supervised_tasks import measure_preferences, measure_scores, supervised_setup
+from mrl.trainer.supervised_tasks import (
+    calibration_error,
+    measure_preferences,
+    measure_scores,
+    pair_metrics,
+    supervised_setup,
+    warnings_of,
+)
 from mrl.workers.messages import ModelFacts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -111,3 +123,170 @@ def test_a_score_is_learned_only_where_padding_is_no_end(padding: int | None, tm
         supervised_setup(rm)
     assert caught.value.where == str(tmp_path)
     assert supervised_setup(dpo).head == "lm"
+
+
+# --- figures of pairs ---
+
+
+Ranked = tuple[str, list[tuple[float, int]]]
+"""A source, and of each response, the best first, score and length."""
+
+
+def figures_of(*groups: Ranked, losses: list[float] | None = None, in_batches: int = 1) -> dict[str, float]:
+    batches, scores = [], []
+    for part in np.array_split(np.arange(len(groups)), in_batches):
+        chosen = [groups[number] for number in part]
+        rows = [response for _, responses in chosen for response in responses]
+        scores += [score for score, _ in rows]
+        ids = from_rows([torch.ones(length, dtype=torch.int32) for _, length in rows])
+        ranks = torch.tensor([rank for _, responses in chosen for rank in range(len(responses))])
+        sources = [source for source, responses in chosen for _ in responses]
+        batches.append(
+            DataProto.from_dict(
+                {"responses": ids, "rank": ranks},
+                {"data_source": sources},
+                row_ids=range(len(scores) - len(rows), len(scores)),
+            )
+        )
+    return pair_metrics(DataProto.concat(batches), np.asarray(scores), None if losses is None else np.asarray(losses))
+
+
+def test_ties_count_half() -> None:
+    found = figures_of(("a", [(1.0, 3), (0.0, 3)]), ("a", [(2.0, 3), (2.0, 3)]), ("a", [(0.0, 3), (3.0, 3)]))
+    assert found["val/accuracy"] == 0.5
+    assert found["val/margin"] == pytest.approx(-2 / 3)
+    assert found["val/loss"] == pytest.approx(np.mean(np.log1p(np.exp([-1.0, 0.0, 3.0]))))
+    assert found["val/longer_wins"] == 0.5
+    assert found["val/pairs"] == 3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *(DpoLossConfig(loss=name) for name in ("sigmoid", "ipo_sum", "ipo_mean", "simpo", "orpo")),
+        DpoLossConfig(average=True),
+    ],
+    ids=lambda loss: f"{loss.loss}-{loss.average}",
+)
+def test_validation_of_a_policy_says_what_its_training_says(loss: DpoLossConfig) -> None:
+    lengths, ranks = [3, 1, 2, 5, 1, 4], torch.tensor([0, 1] * 3)
+    chance, rows = torch.Generator().manual_seed(3), Rows.of(lengths)
+    log_probs_T = -torch.rand(rows.num_tokens, dtype=torch.float64, generator=chance)
+    mask_T, group_B = torch.ones(rows.num_tokens, dtype=torch.bool), (ranks == 0).cumsum(0)
+    tokens = RankedTokens(
+        rows, mask_T, log_probs_T, torch.zeros_like(log_probs_T), Pairs.of(group_B, ranks), rows.expand(ranks == 0)
+    )
+    norm = LossNormalizer.of("token-mean", rows, mask_T)
+    trained = preference_objective(tokens, loss, norm, RankingTotals(3, 6)).reports
+    columns = {"responses": from_rows([torch.ones(length, dtype=torch.int32) for length in lengths]), "rank": ranks}
+    sums = {"sum_log_probs": rows.sum(log_probs_T), "sum_ref_log_probs": torch.zeros(6, dtype=torch.float64)}
+    scored = DataProto.from_dict(
+        {**columns, **sums, "num_tokens": torch.tensor(lengths)}, {"data_source": ["a"] * len(lengths)}
+    )
+    client = cast(Any, SimpleNamespace(score=lambda _, batch: batch))
+    validated = measure_preferences(client, [scored], loss)
+    for ours, name in (("loss", "loss"), ("accuracy", "accuracy"), ("reward/margin", "margin")):
+        assert float(trained[ours]) == pytest.approx(validated[f"val/{name}"]), name
+
+
+def test_scores_of_a_new_head_are_ties() -> None:
+    found = figures_of(*[("a", [(0.0, 2), (0.0, 5)])] * 4)
+    assert (found["val/accuracy"], found["val/margin"], found["val/calibration_error"]) == (0.5, 0, 0)
+    assert found["val/loss"] == pytest.approx(np.log(2))
+    assert "val/score_length_correlation" not in found, "equal scores have no correlation"
+
+
+def test_by_which_half_is_longer() -> None:
+    found = figures_of(
+        *[("a", [(1.0, 9), (0.0, 2)])] * 3,
+        ("a", [(0.0, 9), (1.0, 2)]),
+        ("a", [(0.0, 2), (1.0, 9)]),
+        ("a", [(1.0, 4), (0.0, 4)]),
+    )
+    assert found["val/accuracy/chosen_longer"] == 0.75
+    assert found["val/accuracy/chosen_shorter"] == 0
+    assert found["val/accuracy/same_length"] == 1
+    assert found["val/longer_wins"] == pytest.approx((4 + 0.5) / 6)
+    assert "val/accuracy/chosen_shorter" not in figures_of(("a", [(1.0, 9), (0.0, 2)]))
+
+
+def test_by_source_and_however_the_rows_are_cut() -> None:
+    groups: list[Ranked] = [("a", [(1.0, 3), (0.0, 4)]), ("b", [(0.0, 3), (2.0, 5)]), ("a", [(0.0, 1), (1.0, 2)])]
+    found = figures_of(*groups)
+    assert (found["val/a/accuracy"], found["val/b/accuracy"], found["val/accuracy"]) == (0.5, 0, 1 / 3)
+    assert (found["val/a/margin"], found["val/b/margin"]) == (0, -2)
+    assert figures_of(*groups, in_batches=3) == found
+
+
+def test_the_pairs_of_a_list_weigh_one_together() -> None:
+    ranked: Ranked = ("a", [(3.0, 9), (2.0, 5), (1.0, 1)])
+    wrong: Ranked = ("a", [(0.0, 1), (1.0, 2)])
+    found = figures_of(ranked, wrong)
+    assert found["val/pairs"] == 4
+    assert found["val/accuracy"] == 0.5
+    assert found["val/longer_wins"] == 0.5
+    assert found["val/margin"] == pytest.approx(((1 + 2 + 1) / 3 - 1) / 2)
+
+
+@pytest.mark.parametrize(("scale", "error"), [(1.0, 0.0), (4.0, 0.157), (0.0, 0.285)], ids=["right", "over", "unsure"])
+def test_calibration_of_a_scorer(scale: float, error: float) -> None:
+    """Labels are drawn by the probabilities that gaps stand for; a scorer of larger gaps is surer than it is right."""
+    chance = np.random.default_rng(0)
+    gaps = chance.uniform(0, 3, 200_000)
+    agrees = chance.random(len(gaps)) < 1 / (1 + np.exp(-gaps))
+    signed = np.where(agrees, 1, -1) * np.maximum(scale * gaps, 1e-9)
+    assert calibration_error(signed, np.ones_like(signed)) == pytest.approx(error, abs=0.005)
+
+
+def test_calibration_by_hand() -> None:
+    gaps = np.log(np.array([4.0, 4.0, 4.0, 0.25]))  # four times as sure of 0.8, of which one is wrong
+    assert calibration_error(gaps, np.ones(4)) == pytest.approx(0.05)
+    assert calibration_error(gaps, np.array([1.0, 1.0, 0.0, 1.0])) == pytest.approx(0.8 - 2 / 3)
+
+
+def about(**figures: float) -> list[str]:
+    plain = {"pairs": 100.0, "accuracy": 0.7, "longer_wins": 0.5, "score_length_correlation": 0.1}
+    return [name for name, _ in warnings_of({f"val/{name}": value for name, value in (plain | figures).items()})]
+
+
+def test_a_model_that_says_no_more_than_length_is_warned_of() -> None:
+    assert about() == []
+    assert about(longer_wins=0.7) == ["length wins"]
+    assert about(longer_wins=0.69) == []
+    assert about(accuracy=0.5) == [], "with equal lengths there is no length effect"
+    assert about(longer_wins=0.9, pairs=29) == []
+    assert about(score_length_correlation=0.91) == about(score_length_correlation=-0.91) == ["length and score"]
+    assert about(score_length_correlation=0.9) == []
+    assert about(score_length_correlation=1.0, pairs=2) == []
+
+
+def test_what_was_preferred_has_become_less_likely() -> None:
+    assert about(**{"log_prob/chosen_moved": -0.5}) == []
+    assert about(**{"log_prob/chosen_moved": -0.62}) == ["preferred responses"]
+    ((_, message),) = warnings_of({"val/log_prob/chosen_moved": -0.62})
+    assert "less likely, by 0.62 nats per token" in message
+    assert "preference.sft_weight=" in message
+    assert list(warnings_of({"val/loss": 1.0})) == [], "other tasks have other figures"
+
+
+def test_a_validation_warns_but_not_before_training() -> None:
+    said: list[str] = []
+    run: Any = SimpleNamespace(warn_once=lambda about, message: said.append(about))
+    figures = {"val/pairs": 50.0, "val/accuracy": 0.5, "val/longer_wins": 0.6}
+    task = SimpleNamespace(measure=lambda client, rows: figures)
+    components: Any = SimpleNamespace(sample=dict, task=task, client=None, validation=[])
+    assert sft._validated(run, cast(Any, components), 0) == figures
+    assert said == []
+    assert sft._validated(run, cast(Any, components), 10) == figures
+    assert said == ["length wins"]
+
+
+def test_the_best_of_a_prompts_responses() -> None:
+    """Of three, four and two responses: the first has the highest score, shares it, has it not."""
+    won = ("a", [(3.0, 2), (1.0, 2), (2.0, 2)])
+    tied = ("a", [(2.0, 2), (2.0, 2), (0.0, 2), (1.0, 2)])
+    lost = ("b", [(0.0, 2), (1.0, 2)])
+    assert figures_of(won)["val/best_of_n"] == 1.0
+    assert figures_of(won, tied, lost)["val/best_of_n"] == pytest.approx((1 + 0.5 + 0) / 3)
+    assert figures_of(won, tied, lost, in_batches=2)["val/best_of_n"] == pytest.approx(0.5)
+    assert "val/best_of_n" not in figures_of(lost), "of pairs it would be the accuracy"

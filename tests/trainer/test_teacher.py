@@ -84,16 +84,6 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
         list(check_teacher(config, load_tokenizer(config.model.path)))
 
 
-def test_a_teacher_of_another_template_is_warned_of(tmp_path: Path) -> None:
-    """The teacher still reads the policy's tokens: nothing is rendered again."""
-    config, warnings = taught(tmp_path, 0, form="full")
-    assert warnings == []
-    assert config.teacher is not None
-    Path(config.teacher.path, "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (warning,) = check_teacher(config, load_tokenizer(config.model.path))
-    assert warning.startswith(f"{config.teacher.path} has another chat template than the policy")
-
-
 def test_the_share_of_what_is_earned() -> None:
     assert distillation_share({"actor/taught_abs": 1.0, "actor/advantages_abs": 3.0}) == {"actor/taught_share": 0.25}
     assert distillation_share({"actor/loss": 1.0}) == {}

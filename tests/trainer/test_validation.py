@@ -46,30 +46,17 @@ def figures(by_prompt: Any, **settings: Any) -> dict[str, float]:
     return score_figures("val", by_prompt, validation) | vote_figures("val", by_prompt, validation)
 
 
-def test_figures() -> None:
-    assert figures(ANSWERS, samples_per_prompt=4) == pytest.approx(
+def test_several_k_come_of_the_same_samples() -> None:
+    found = figures(ANSWERS, samples_per_prompt=4, k=[4, 1, 2])
+    assert found == pytest.approx(
         {
             "val/prompts": 3,
             "val/score/mean@4": (0.5 + 0.25) / 3,
             "val/solved/mean@4": (0.5 + 0.25) / 3,
+            "val/solved/pass@2": (5 / 6 + 3 / 6) / 3,  # of the six pairs, five of `a` and three of `b`
             "val/solved/pass@4": 2 / 3,
+            "val/solved/maj@2": (0.5 + 0.5) / 3,  # of two consecutive pairs, one of `a` and one of `b`
             "val/solved/maj@4": 1 / 3,
-        }
-    )
-
-
-def test_several_k_come_of_the_same_samples() -> None:
-    """Of four samples, two of which are right, five of the six pairs have a right one."""
-    found = figures({"a": ANSWERS["a"]}, samples_per_prompt=4, k=[4, 1, 2])
-    assert found == pytest.approx(
-        {
-            "val/prompts": 1,
-            "val/score/mean@4": 0.5,
-            "val/solved/mean@4": 0.5,
-            "val/solved/pass@2": 5 / 6,
-            "val/solved/pass@4": 1.0,
-            "val/solved/maj@2": 0.5,  # of the first two the answer is right, of the next two it is wrong
-            "val/solved/maj@4": 1.0,
         }
     )
 
@@ -80,16 +67,6 @@ def test_pass_at_k_is_the_share_of_choices_that_have_a_right_one(num_samples: in
         choices = list(combinations(range(num_samples), min(k, num_samples)))
         share = sum(min(choice) < num_right for choice in choices) / len(choices)
         assert pass_at(k, num_samples, num_right) == pytest.approx(share)
-
-
-def test_partial_scores_solve_nothing_unless_they_reach_the_mark() -> None:
-    answers = {"a": [("x", 0.4), ("y", 0.6)]}
-    assert figures(answers, samples_per_prompt=2)["val/solved/pass@2"] == 0
-    assert figures(answers, samples_per_prompt=2, solved_at=0.5)["val/solved/mean@2"] == 0.5
-
-
-def test_one_sample_has_no_majority() -> None:
-    assert "val/solved/maj@1" not in figures({"a": [("x", 1.0)]})
 
 
 def test_the_mark_itself_is_enough() -> None:
@@ -209,17 +186,9 @@ def test_what_is_too_long_is_skipped_and_counted(tmp_path: Path) -> None:
 
 def test_an_answer_in_one_sample_is_its_prompts(tmp_path: Path) -> None:
     found = Stage(tmp_path, half_right, Rows(3), num_samples=1).validator.run(0, NO_MODELS)
-    assert found == {
-        "val/even/prompts": 2.0,
-        "val/even/score/mean@1": 1.0,
-        "val/even/solved/mean@1": 1.0,
-        "val/odd/prompts": 1.0,
-        "val/odd/score/mean@1": 1.0,
-        "val/odd/solved/mean@1": 1.0,
-        "val/prompts": 3.0,
-        "val/score/mean@1": 1.0,
-        "val/solved/mean@1": 1.0,
-    }
+    prompts = {"val/even/prompts": 2.0, "val/odd/prompts": 1.0, "val/prompts": 3.0}
+    prefixes, names = ("val/even", "val/odd", "val"), ("score/mean@1", "solved/mean@1")
+    assert found == prompts | {f"{prefix}/{name}": 1.0 for prefix in prefixes for name in names}, "and no maj@1"
 
 
 def odd_alone_answers(sample: Sample) -> Outcome:

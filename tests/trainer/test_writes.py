@@ -24,7 +24,7 @@ from tests.system_calls import SystemCall, watched
 
 MAKES = ("openat", "mkdir", "rename")
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
-NUM_KILLS, NUM_KILLS_IN_CI = 200, 30
+NUM_KILLS, NUM_KILLS_IN_CI = 200, 20
 LIMIT_S = 200.0
 
 

@@ -18,29 +18,18 @@ def _wrong_norm(path: str) -> ModelSpec:
     return replace(read_spec(path), norm_eps=0.01)
 
 
-def _wrong_rope(path: str) -> ModelSpec:
-    spec = read_spec(path)
-    return replace(spec, rope=replace(spec.rope, theta=2 * spec.rope.theta))
-
-
-def _made_from(spec: Callable[[str], ModelSpec], init_model: Callable[[], ModelFacts]) -> ModelFacts:
-    with mock.patch("mrl.workers.model_worker.read_spec", spec):
+def _with_wrong_norm(init_model: Callable[[], ModelFacts]) -> ModelFacts:
+    with mock.patch("mrl.workers.model_worker.read_spec", _wrong_norm):
         return init_model()
 
 
 class WrongNorm(SftWorker):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> ModelFacts:
-        return _made_from(_wrong_norm, super().init_model)
-
-
-class WrongRope(SftWorker):
-    @register(Dispatch.ONE_TO_ALL)
-    def init_model(self) -> ModelFacts:
-        return _made_from(_wrong_rope, super().init_model)
+        return _with_wrong_norm(super().init_model)
 
 
 class WrongNormCritic(CriticWorker):
     @register(Dispatch.ONE_TO_ALL)
     def init_model(self) -> ModelFacts:
-        return _made_from(_wrong_norm, super().init_model)
+        return _with_wrong_norm(super().init_model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mrl.errors import EngineError
+from mrl.verify import spawn
 from mrl.verify.spawn import run_distributed
 
 
@@ -37,7 +38,9 @@ def test_every_rank_answers_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatc
 
 def test_on_gpus_a_rank_sees_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert run_distributed(1, meet, "", timeout_s=300, device="gpu") == [(0, 1, 1.0, 1, "1", "4,5")]
+    with spawn._environment("gpu"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert spawn._context("gpu").get_start_method() == "spawn", "a forked process cannot use GPUs after its parent has"
 
 
 def environment(name: str) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from mrl.controller import Rendezvous
-from mrl.models.regions import Region, intersection, num_elements
+from mrl.models.regions import Region, num_elements
 from mrl.models.rollout_table import EngineSizes
 from mrl.weight_sync.exchange import (
     JoinedTransport,
@@ -71,7 +70,7 @@ FUSED = both(move("q", ((0, 2), (0, 4)), ((0, 2), (0, 4))), move("k", ((1, 4), (
 ALL = [MATRIX, VECTOR, FUSED, MATRIX._replace(tensor=2), VECTOR._replace(tensor=3)]
 
 
-@pytest.mark.parametrize("limit", [4, 5, 7, 8, 11, 15, 16, 20, 35, 44, 45, 46, 70, 1000])
+@pytest.mark.parametrize("limit", [4, 5, 8, 11, 16, 35, 44, 45, 46, 1000])
 def test_runs_hold_every_element_once_in_order_and_no_more_than_fits(limit: int) -> None:
     runs = split_messages(ALL, limit)
     assert elements(runs) == elements([ALL])
@@ -162,19 +161,6 @@ def test_what_a_rank_holds_itself_is_copied_slice_by_slice_and_rounded() -> None
     assert torch.equal(matrices[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "common"),
-    [
-        (((0, 4), (0, 4)), ((2, 6), (1, 3)), ((2, 4), (1, 3))),
-        (((0, 4), (0, 4)), ((4, 6), (0, 4)), None),
-        (((0, 4), (3, 4)), ((0, 4), (0, 3)), None),
-        (((3, 5),), ((0, 9),), ((3, 5),)),
-    ],
-)
-def test_what_two_boxes_share(one: Region, other: Region, common: Region | None) -> None:
-    assert intersection(one, other) == intersection(other, one) == common
-
-
 def around(transport: P2PTransport, size: int) -> list[float]:
     """Send this rank's number to the next rank and, doubled, to the previous, both at once. Return what arrived."""
     after, before = (transport.rank + 1) % size, (transport.rank - 1) % size
@@ -199,27 +185,6 @@ def test_joined_ranks_reach_each_other_without_a_default_world() -> None:
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(rank, range(3))) == [[2, 2], [0, 4], [1, 0]]
     assert torch.distributed.is_initialized() == before
-
-
-def test_a_barrier_waits_for_everybody() -> None:
-    store, passed = HashStore(), []
-    may_come = threading.Event()
-
-    def rank(number: int) -> None:
-        transport = JoinedTransport(store, number, 2, CPU, LIMIT_S)
-        if number == 1:
-            assert may_come.wait(LIMIT_S), "the test forgot a rank"
-            passed.append("late")
-        transport.barrier()
-        passed.append("through")
-
-    with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(rank, number) for number in range(2)]
-        assert not both[0].done()
-        may_come.set()
-        for each in both:
-            each.result(LIMIT_S)
-    assert passed == ["late", "through", "through"]
 
 
 def test_who_waits_in_vain_gives_up_after_the_time_limit() -> None:

@@ -48,7 +48,9 @@ def worker(tmp_path: Path) -> Iterator[Run]:
     context = multiprocessing.get_context("spawn")
     started: dict[Path, Any] = {}
 
-    def start(behaviour: str = "take", path: Path = tmp_path / "0-0.sock") -> tuple[Path, Any]:
+    path = tmp_path / "0-0.sock"
+
+    def start(behaviour: str = "take") -> tuple[Path, Any]:
         if path in started:
             started[path].join(LIMIT_S)  # while it ends, its socket still takes connections
         ours, theirs = context.Pipe()
@@ -96,18 +98,6 @@ def test_two_versions_arrive_through_the_same_socket(worker: Run) -> None:
         sender.close()
 
 
-def test_the_path_may_be_longer_than_the_kernel_takes(worker: Run, tmp_path: Path) -> None:
-    deep = tmp_path / ("d" * 100) / ("e" * 100)
-    deep.mkdir(parents=True)
-    path, _ = worker("take", deep / "0-0.sock")
-    sender = IpcSender(path, SLOT_BYTES, CPU, LIMIT_S)
-    sender.begin(1)
-    assert sender.end() == {}
-    sender.close()
-    with pytest.raises(RolloutError, match="the socket's name is too long"):
-        IpcReceiver(tmp_path / ("s" * 100))
-
-
 def test_a_slot_is_free_only_when_the_receiver_has_read_it(tmp_path: Path) -> None:
     receiver = IpcReceiver(tmp_path / "0-0.sock", LIMIT_S)
     go, sums = threading.Event(), []
@@ -141,7 +131,6 @@ def test_a_slot_is_free_only_when_the_receiver_has_read_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("behaviour", "message"),
     [
-        ("die", "rollout worker 0-0 (has )?disconnected"),
         ("refuse", "rollout worker 0-0 refused the weights: `lm_head.weight` has another shape"),
         ("sleep", "rollout worker 0-0 sent no `done` within 1 s"),
     ],
@@ -211,18 +200,7 @@ def test_nobody_listens_and_nobody_sends(tmp_path: Path) -> None:
     assert not (tmp_path / "0-0.sock").exists()
 
 
-@pytest.mark.parametrize(
-    ("placed", "message"),
-    [
-        (
-            TensorView("a", torch.float32, (1024,), ALIGNMENT_BYTES),
-            r"a \[1024\] at byte 64 is not inside the buffer of 4096",
-        ),
-        (TensorView("a", torch.float32, (2,), 8), "at byte 8 is not inside"),
-        (TensorView("a", torch.int64, (2,), 0), "a has dtype int64"),
-    ],
-)
-def test_the_receiver_believes_no_frame(tmp_path: Path, placed: TensorView, message: str) -> None:
+def test_the_receiver_believes_no_frame(tmp_path: Path) -> None:
     receiver = IpcReceiver(tmp_path / "0-0.sock", LIMIT_S)
     errors: list[str] = []
 
@@ -237,8 +215,8 @@ def test_the_receiver_believes_no_frame(tmp_path: Path, placed: TensorView, mess
     thread.start()
     sender = IpcSender(tmp_path / "0-0.sock", SLOT_BYTES, CPU, LIMIT_S)
     sender.begin(1)
-    sender.send(sender.slot(), [placed])
-    with pytest.raises(RolloutError, match=message):
+    sender.send(sender.slot(), [TensorView("a", torch.float32, (1024,), ALIGNMENT_BYTES)])
+    with pytest.raises(RolloutError, match=r"a \[1024\] at byte 64 is not inside the buffer of 4096"):
         sender.end()
     thread.join(LIMIT_S)
     sender.close()

@@ -98,6 +98,11 @@ def test_a_tensor_lies_in_its_buffer_to_the_last_byte(row: list[Any], lies_withi
         _placed(row, BUFFER)
 
 
+def test_a_tensor_of_another_dtype_is_refused() -> None:
+    with pytest.raises(RolloutError, match="a has dtype int64"):
+        _placed(["a", "int64", [2], 0], BUFFER)
+
+
 def test_a_placed_tensor_is_a_view_of_its_bytes() -> None:
     buffer = torch.zeros(256, dtype=torch.uint8)
     placed = TensorView("a", torch.bfloat16, (2, 3), 64)
@@ -127,6 +132,19 @@ def test_nothing_stays_open_after_many_versions(listen: Callable[..., tuple[Path
         num_open.append(len(os.listdir("/proc/self/fd")))
     assert max(num_open[2:]) <= num_open[1] + 1
     assert listening.seen == [(v, {f"t{n}": [10.0 * v + n] * 2}) for v in range(6) for n in range(5)]
+
+
+def test_the_path_may_be_longer_than_the_kernel_takes(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    deep.mkdir(parents=True)
+    listening = Listening(deep / "0-0.sock")
+    sender = IpcSender(deep / "0-0.sock", SLOT_BYTES, CPU, LIMIT_S)
+    sender.begin(1)
+    assert sender.end() == {"number": "0"}
+    sender.close()
+    listening.end()
+    with pytest.raises(RolloutError, match="the socket's name is too long"):
+        IpcReceiver(tmp_path / ("s" * 100))
 
 
 def test_a_shared_buffer_cannot_shrink_under_its_reader() -> None:

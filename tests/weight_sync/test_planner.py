@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -73,8 +72,11 @@ def rollout_of(mesh: Mesh, sizes: EngineSizes, ranks_per_node: int = 8) -> Rollo
     return RolloutLayout(sizes, hosts, tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
 
 
-@pytest.mark.parametrize("has_own_pool", [False, True], ids=["in the trainer's pool", "in a separate pool"])
-@pytest.mark.parametrize(("family", "mesh", "layout", "sizes"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "mesh", "layout", "sizes", "has_own_pool"),
+    [(*case, number % 2 == 1) for number, case in enumerate([*CASES, CASES[1], CASES[8]])],
+    ids=str,
+)
 def test_what_is_planned_assembles_every_worker(
     tiny: Tiny, family: str, mesh: Mesh, layout: Layout, sizes: EngineSizes, has_own_pool: bool
 ) -> None:
@@ -118,18 +120,6 @@ def assert_agreed(plans: list[RankPlan]) -> None:
                     assert bucket.outgoing.get(other.rank, []) == awaited
 
 
-def test_buckets_are_bounded_and_aligned(tiny: Tiny) -> None:
-    spec = read_spec(tiny("qwen3"))
-    mesh = Mesh(2, tp=2)
-    plan = ReshardPlanner(spec, Layout(tp=2), mesh, rollout_of(mesh, EngineSizes(1))).plan(0, SIZES)
-    for bucket in plan.buckets:
-        ends = [t.offset + 4 * int(np.prod(t.fused.shape)) for t in bucket.tensors]
-        assert all(tensor.offset % 64 == 0 for tensor in bucket.tensors)
-        assert all(end <= tensor.offset for end, (_, tensor) in zip(ends, pairwise(bucket.tensors), strict=False))
-        assert ends[-1] <= SIZES.slot_bytes or len(bucket.tensors) == 1
-    assert len(plan.buckets) > 3
-
-
 def test_no_tensor_stands_out_of_its_slot_whatever_the_slot_holds(tiny: Tiny) -> None:
     """Slots of every size near a tensor's end, where the remaining space for alignment matters."""
     spec, mesh = read_spec(tiny("qwen3")), Mesh(1)
@@ -141,6 +131,9 @@ def test_no_tensor_stands_out_of_its_slot_whatever_the_slot_holds(tiny: Tiny) ->
             for bucket in planner.plan(0, BucketSizes(slot_bytes, 2, 4096)).buckets:
                 ends = [tensor.offset + 2 * int(np.prod(tensor.fused.shape)) for tensor in bucket.tensors]
                 assert len(ends) == 1 or ends[-1] <= slot_bytes
+                starts = [tensor.offset for tensor in bucket.tensors]
+                assert not any(start % 4096 for start in starts)
+                assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
 
 
 def test_the_lower_bound_is_what_a_set_of_numbers_says(tiny: Tiny) -> None:

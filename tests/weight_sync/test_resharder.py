@@ -9,16 +9,9 @@ import pytest
 import torch
 
 from benchmarks.reshard_ranks import FAULTS, RankOutcome, ReshardCase, measure
-from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
-from mrl.config.schema import ParallelConfig as Layout
-from mrl.models.families import read_spec
-from mrl.models.regions import num_elements
 from mrl.models.rollout_table import EngineSizes
 from mrl.verify.spawn import run_distributed
-from mrl.weight_sync.exchange import split_messages
-from mrl.weight_sync.intersections import RegionCopy, ShardRegion
-from mrl.weight_sync.planner import BucketSizes, ParameterSite, ReshardPlanner, RolloutLayout, Transfer
 from tests.models.conftest import Tiny
 from tests.weight_sync.killed_worker import send_while_one_dies
 
@@ -125,39 +118,3 @@ def test_the_weights_of_real_megatron_models(tiny: Tiny, family: str, tmp_path: 
     ]
     for ranks in world(4, cases):
         assert_arrived(ranks, BUCKET_BYTES)
-
-
-def test_messages_are_bounded_and_full(tiny: Tiny) -> None:
-    spec = read_spec(tiny("llama"))
-    planner = ReshardPlanner(spec, Layout(pp=2), Mesh(2, pp=2), RolloutLayout(EngineSizes(1), (0, 1), (0, 0)))
-    plan = planner.plan(0, BucketSizes(64 << 10, 4, 64))
-    for bucket in plan.buckets:
-        transfers = bucket.outgoing.get(1, [])
-        total = sum(move.region.num_elements for move in transfers)
-        runs = split_messages(transfers, 1000)
-        sizes = [sum(move.region.num_elements for move in run) for run in runs]
-        assert all(size <= 1000 for size in sizes)
-        assert sum(sizes) == total
-        assert len(runs) <= total // (1000 - spec.hidden) + 1
-        assert covered(runs) == covered([transfers])
-
-
-def covered(runs: list[list[Transfer]]) -> dict[tuple[ParameterSite, int, str], int]:
-    """Return a checksum over the positions of each parameter's moved elements, to detect missing or repeated rows."""
-    found: dict[tuple[ParameterSite, int, str], int] = {}
-    for run in runs:
-        for move in run:
-            for each in move.region.copies:
-                key = (move.site, move.tensor, each.name)
-                found[key] = found.get(key, 0) + sum(range(*each.source[0])) + 7 * sum(range(*each.target[0]))
-                assert num_elements(each.source) == num_elements(each.target)
-    return found
-
-
-def test_a_slice_is_cut_between_rows() -> None:
-    each = RegionCopy("weight", ((4, 9), (2, 5)), ((0, 5), (0, 3)))
-    move = Transfer(ParameterSite(0, 0, ""), 3, ShardRegion((each,), 15))
-    rows = [(run[0].region.copies[0].source[0], run[0].region.copies[0].target[0]) for run in split_messages([move], 7)]
-    assert rows == [((4, 6), (0, 2)), ((6, 8), (2, 4)), ((8, 9), (4, 5))]
-    assert split_messages([], 7) == []
-    assert split_messages([move], 15) == [[move]]

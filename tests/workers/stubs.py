@@ -23,6 +23,7 @@ from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.workers.messages import ModelSetup
+from mrl.workers.model_worker import ModelWorker
 from tests.workers.by_hand import Row
 
 UIDS = ("a", "b", "a", "c", "b", "a", "d", "d")
@@ -76,6 +77,13 @@ def make_place(rank: int = 0, mesh: Mesh | None = None) -> RankInfo:
     """Return a rank in a world that is never joined."""
     mesh = mesh or Mesh(1)
     return RankInfo("actor", rank, rank, mesh, Rendezvous("", 0, mesh.world_size, None))
+
+
+class LocalWorld(ModelWorker):
+    """A worker in a world that `run_distributed` has already created."""
+
+    def init_process_group(self, backend: str, timeout_s: float) -> None:
+        """Do nothing: the process group exists."""
 
 
 @dataclass

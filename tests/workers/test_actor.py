@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -104,21 +103,25 @@ def check(
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
 @pytest.mark.parametrize("policy", sorted(POLICY_LOSSES))
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_every_policy_loss_in_every_aggregation(policy: str, aggregation: str, num_shards: int) -> None:
+def test_every_policy_loss_in_every_aggregation(policy: str, aggregation: str) -> None:
+    num_shards = 1 + 2 * (len(policy + aggregation) % 2)
     reports = check(config_of(replace(LOSS, policy=policy, aggregation=aggregation)), num_shards=num_shards)
     assert policy == "gpg" or 0 < reports["pg_clipfrac"] < 1, "some tokens are clipped, and some are not"
     assert reports.get("pg_clipfrac_lower", 0.5) > 0
 
 
-@pytest.mark.parametrize("dual_clip", [None, 1.1, 3.0])
-@pytest.mark.parametrize(("low", "high"), [(0.0, 0.5), (0.5, 0.0), (0.1, 0.28), (1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("low", "high", "dual_clip"),
+    [(0.0, 0.5, None), (0.5, 0.0, 1.1), (0.1, 0.28, 3.0), (0.1, 0.28, 1.1), (1.0, 1.0, 3.0)],
+)
 def test_the_bounds_of_ppo_are_those_of_the_configuration(low: float, high: float, dual_clip: float | None) -> None:
     check(config_of(LossConfig(clip_low=low, clip_high=high, dual_clip=dual_clip)), num_shards=2)
 
 
-@pytest.mark.parametrize("estimator", sorted(KL_ESTIMATORS))
-@pytest.mark.parametrize("where", ["none", "reward", "loss", "both"])
+@pytest.mark.parametrize(
+    ("where", "estimator"),
+    [("none", "k1"), ("reward", "k2"), ("both", "k3"), *(("loss", name) for name in sorted(KL_ESTIMATORS))],
+)
 def test_the_loss_charges_the_kl_where_it_is_asked_to(where: str, estimator: str) -> None:
     kl = KlConfig(where=where, coef=0.2, in_reward="abs", in_loss=estimator)  # type: ignore[arg-type]
     reports = check(config_of(kl=kl), num_shards=2)
@@ -126,8 +129,7 @@ def test_the_loss_charges_the_kl_where_it_is_asked_to(where: str, estimator: str
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-@pytest.mark.parametrize("policy", ["ppo", "gspo"])
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.03])
+@pytest.mark.parametrize(("policy", "entropy_coef"), [("ppo", 0.03), ("gspo", 0.0)])
 def test_all_terms_together(policy: str, aggregation: str, entropy_coef: float) -> None:
     loss = replace(LOSS, policy=policy, aggregation=aggregation, entropy_coef=entropy_coef)
     correction = CorrectionConfig(level="sequence", beyond="truncate", upper=1.4, lower=0.6)
@@ -136,8 +138,10 @@ def test_all_terms_together(policy: str, aggregation: str, entropy_coef: float) 
 
 
 @pytest.mark.parametrize("level", sorted(RATIO_LEVELS))
-@pytest.mark.parametrize("beyond", ["truncate", "mask"])
-@pytest.mark.parametrize(("lower", "upper"), [(0.0, 2.0), (0.8, 1.2), (0.0, 1.0), (0.5, 1.6)])
+@pytest.mark.parametrize(
+    ("beyond", "lower", "upper"),
+    [("truncate", 0.0, 2.0), ("mask", 0.8, 1.2), ("truncate", 0.8, 1.2), ("mask", 0.0, 1.0), ("truncate", 0.5, 1.6)],
+)
 def test_the_correction_weighs_the_policy_loss(level: str, beyond: str, lower: float, upper: float) -> None:
     correction = CorrectionConfig(level=level, beyond=beyond, upper=upper, lower=lower)  # type: ignore[arg-type]
     check(config_of(correction=correction), num_shards=2)
@@ -302,8 +306,3 @@ def test_what_is_declared_to_be_read_and_written() -> None:
     assert declared["compute_advantages"][1] == {"advantages"}
     optional = {"response_mask", *ALL, *TEACHER_COLUMNS} - {"advantages"}
     assert declared["update_actor"] == (rows | {"advantages"}, set(), optional)
-
-
-def test_combinations_are_as_many_as_the_registries_hold() -> None:
-    together = itertools.product(sorted(POLICY_LOSSES), sorted(AGGREGATIONS), sorted(RATIO_LEVELS))
-    assert len(list(together)) == 7 * 5 * 3, "a new one is added to by_hand.py"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -112,7 +111,7 @@ def check(rows: list[Row], config: AlgorithmConfig, num_shards: int, worker_clas
         assert answers[0].meta_info["critic/vf_explained_var"] == pytest.approx(share, rel=1e-4)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("where", WHERES)
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantages_are_those_of_the_formulas(name: str, where: str, num_shards: int) -> None:
@@ -125,13 +124,16 @@ def test_without_a_mask_every_token_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", sorted(KL_ESTIMATORS))
-@pytest.mark.parametrize("name", ["rloo", "gae"])
-def test_the_reward_is_charged_by_its_own_estimator(name: str, estimator: str) -> None:
+def test_the_reward_is_charged_by_its_own_estimator(estimator: str) -> None:
+    name = "gae" if estimator.endswith("+") else "rloo"
     kl = KlConfig(where="reward", coef=0.05, in_reward=estimator, in_loss="abs")
     check(make_rows(*COLUMNS), config_of(name, kl=kl, whiten=False), 2)
 
 
-@pytest.mark.parametrize(("gamma", "lam", "whiten"), itertools.product((1.0, 0.7), (1.0, 0.6, 0.0), (True, False)))
+@pytest.mark.parametrize(
+    ("gamma", "lam", "whiten"),
+    [(1.0, 1.0, True), (1.0, 0.6, False), (0.7, 0.6, True), (0.7, 1.0, False), (0.7, 0.0, True)],
+)
 def test_the_critic_learns_the_returns_whatever_the_discounts(gamma: float, lam: float, whiten: bool) -> None:
     check(make_rows(*COLUMNS), config_of("gae", gamma=gamma, lam=lam, whiten=whiten), 2, CriticOfShards)
 

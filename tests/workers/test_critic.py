@@ -67,8 +67,7 @@ def check(loss: LossConfig, rows: list[Row], num_shards: int, horizon: int = HOR
 
 
 @pytest.mark.parametrize("aggregation", sorted(AGGREGATIONS))
-@pytest.mark.parametrize("value_clip", [None, 0.15, 0.4, 1.0])
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize(("value_clip", "num_shards"), [(None, 2), (0.15, 1), (0.4, 2)])
 def test_values_are_held_within_their_own_range(value_clip: float | None, aggregation: str, num_shards: int) -> None:
     loss = replace(LOSS, value_clip=value_clip, aggregation=aggregation)
     reports = check(loss, make_rows("values", "returns"), num_shards)

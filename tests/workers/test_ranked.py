@@ -26,9 +26,8 @@ from mrl.trainer.role_client import group_sizes
 from mrl.verify.layout import make_random
 from mrl.verify.spawn import run_distributed
 from mrl.workers.messages import ModelSetup, UpdateReport
-from mrl.workers.model_worker import ModelWorker
 from mrl.workers.supervised import DpoWorker, RmWorker
-from tests.workers.stubs import SETUP, OfShards, Shards, StubEngine, make_place
+from tests.workers.stubs import SETUP, LocalWorld, OfShards, Shards, StubEngine, make_place
 
 Layouts = list[tuple[ParallelConfig, int]]
 """Each with the tokens of a micro-batch: how groups are cut changes nothing."""
@@ -45,13 +44,6 @@ LENGTHS = [(3, (9, 2)), (1, (1, 4)), (7, (2, 3)), (5, (11, 6)), (2, (6, 6)), (9,
 ADAM = {"lr": LR, "weight_decay": 0.0, "clip_grad": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
 RM_LOSS = RewardLossConfig(margin=True, smoothing=0.05, centering=0.02)
 DPO_LOSS = DpoLossConfig(loss="conservative", beta=0.5, smoothing=0.1, sft_weight=0.3)
-
-
-class LocalWorld(ModelWorker):
-    """A worker in a world that `run_distributed` has already created."""
-
-    def init_process_group(self, backend: str, timeout_s: float) -> None:
-        """Do nothing: the process group exists."""
 
 
 class LocalRm(LocalWorld, RmWorker):

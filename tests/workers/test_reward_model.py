@@ -20,6 +20,7 @@ from mrl.verify.layout import make_random
 from mrl.verify.spawn import run_distributed
 from mrl.workers.frozen import RewardModelWorker
 from mrl.workers.messages import ModelSetup
+from tests.workers.stubs import LocalWorld
 
 LAYOUTS = [ParallelConfig(tp=2, pp=2, sequence_parallel=True), ParallelConfig(cp=2)]
 NUM_RANKS, VOCAB = 4, 100
@@ -27,11 +28,8 @@ LENGTHS = [(3, 9), (1, 1), (7, 2), (5, 14), (2, 6), (9, 1), (4, 4), (6, 11)]
 """Tokens of prompt and response of each row."""
 
 
-class RankOfLocalWorld(RewardModelWorker):
-    """A worker in a world that `run_distributed` has already created."""
-
-    def init_process_group(self, backend: str, timeout_s: float) -> None:
-        """Do nothing: the process group exists."""
+class LocalRewardModel(LocalWorld, RewardModelWorker):
+    """A worker of the reward model."""
 
 
 def make_batch() -> DataProto:
@@ -50,7 +48,7 @@ def scores_of(path: str, layouts: list[ParallelConfig]) -> list[dict[int, float]
         mesh = Mesh(NUM_RANKS, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp)
         settings = RewardModelConfig(path=path, dtype="float32", parallel=parallel, max_tokens_per_device=32)
         place = RankInfo("reward_model", rank, rank, mesh, Rendezvous("", 0, NUM_RANKS, None))
-        worker = RankOfLocalWorld(place, ModelSetup(path, "score", settings, seed=1, timeout_s=60))
+        worker = LocalRewardModel(place, ModelSetup(path, "score", settings, seed=1, timeout_s=60))
         with worker._groups:
             plan = plan_step(lengths, mesh.dp, settings.max_tokens_per_device, worker.init_model().packing)
             sizes = [[len(rows) for rows in batches] for batches in plan]

@@ -28,7 +28,7 @@ from mrl.verify.spawn import run_distributed
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.frozen import TeacherWorker
 from mrl.workers.messages import ModelSetup
-from mrl.workers.model_worker import ModelWorker
+from tests.workers.stubs import LocalWorld
 
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),
@@ -48,13 +48,6 @@ FORMS = {
 NUM_RANKS, VOCAB, TEACHER_VOCAB, TEMPERATURE = 2, 131, 140, 0.7
 LENGTHS = [(3, 9), (1, 1), (7, 2), (5, 14), (2, 6), (9, 1), (4, 4), (6, 11)]
 """Tokens of prompt and response of each row."""
-
-
-class LocalWorld(ModelWorker):
-    """A worker in a world that `run_distributed` has already created."""
-
-    def init_process_group(self, backend: str, timeout_s: float) -> None:
-        """Do nothing: the process group exists."""
 
 
 class LocalTeacher(LocalWorld, TeacherWorker):

@@ -1,7 +1,0 @@
-"""A module whose import does not end."""
-
-from __future__ import annotations
-
-import time
-
-time.sleep(1e6)
