@@ -25,7 +25,7 @@ from mrl.config.arithmetic import (
 from mrl.config.hardware import Hardware
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig
+from mrl.config.sft import AnyConfig, RmConfig
 from mrl.errors import PlacementError
 from mrl.models.rollout_table import EngineSizes, engine_elements
 from mrl.models.spec import ModelSpec
@@ -45,7 +45,9 @@ _ORIGINS = {
 }
 
 
-def head_of(role: str) -> Head:
+def head_of(config: AnyConfig, role: str) -> Head:
+    if isinstance(config, RmConfig):
+        return "score"
     return "lm" if role in ("actor", "reference", "teacher") else "score"
 
 
@@ -203,15 +205,15 @@ def _divergence(subject: PlanInput) -> Iterator[Item]:
     if distillation is None or distillation.form not in ("top_k", "full"):
         return
     is_full = distillation.form == "full"
-    head_of = partial(head_bytes, model=config.actor, head="lm", device=config.cluster.device)
-    teacher = head_of(subject.specs["teacher" if is_full else "actor"], backward=is_full)
+    bytes_of = partial(head_bytes, model=config.actor, head="lm", device=config.cluster.device)
+    teacher = bytes_of(subject.specs["teacher" if is_full else "actor"], backward=is_full)
     origin = "the head again, and as much for the teacher" + ("'s, its output matrix included" if is_full else "")
-    yield Item("actor", "divergence", head_of(subject.specs["actor"], backward=True) + teacher, origin)
+    yield Item("actor", "divergence", bytes_of(subject.specs["actor"], backward=True) + teacher, origin)
 
 
 def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
     config, spec = subject.config, subject.specs[name]
-    model, head = config.model_roles()[name], head_of(name)
+    model, head = config.model_roles()[name], head_of(config, name)
     batch = role_batch(config, name)
     tokens = f"{model.max_tokens_per_device} tokens of a micro-batch on a device"
     item, device = partial(Item, name), config.cluster.device

@@ -293,7 +293,7 @@ def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
     """Return the seconds of one update: reduction of gradients in float32 to their owners, and return of the
     weights."""
     model = subject.config.trained_roles()[role]
-    rank_buffers = buffers(subject.specs[role], model, mesh, head_of(role), 0)
+    rank_buffers = buffers(subject.specs[role], model, mesh, head_of(subject.config, role), 0)
     moved = sum(buffer.num_padded * (1 - 1 / buffer.num_owners) for buffer in rank_buffers) * (
         4 + ITEM_BYTES[model.dtype]
     )

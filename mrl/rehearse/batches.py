@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,7 +16,15 @@ from mrl.config.sft import AnyConfig, RankedConfig, SftConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 
-_FLOATS = ("advantages", "returns", "values", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+_FLOATS = (
+    "advantages",
+    "returns",
+    "values",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "teacher_log_probs",
+)
 
 
 @dataclass(frozen=True)
@@ -62,24 +72,32 @@ def _halves(row: RowLengths) -> tuple[RowLengths, RowLengths]:
     return RowLengths(1, half), RowLengths(1, row.response - half - 1)
 
 
-def batch_of(micro_batches: Sequence[Sequence[RowLengths]], columns: Sequence[str], vocab: int) -> DataProto:
-    """Return a batch with these rows and columns. Tokens are drawn, and floats have no contents."""
-    samples = [sample for rows in micro_batches for sample in rows]
-    prompts, responses = (np.array([getattr(s, part) for s in samples]) for part in ("prompt", "response"))
-    made = {
+def batch_of(
+    micro_batches: Sequence[Sequence[RowLengths]], columns: Sequence[str], vocab: int, widths: Mapping[str, int]
+) -> DataProto:
+    """Return a batch with these rows and columns. Tokens are drawn, and floats have no contents.
+
+    `widths` has the numbers per token of columns that have several.
+    """
+    rows = [row for part in micro_batches for row in part]
+    prompts, responses = (np.array([getattr(row, name) for row in rows]) for name in ("prompt", "response"))
+    total = int(responses.sum())
+    made: dict[str, Any] = {
         "prompts": jagged(_tokens(prompts, vocab), prompts),
         "responses": jagged(_tokens(responses, vocab), responses),
     }
-    total = int(responses.sum())
-    for name in columns:
-        if name in _FLOATS:
-            made[name] = jagged(torch.empty(total), responses)
+    for name in set(columns) & set(_FLOATS):
+        made[name] = jagged(torch.empty(total), responses)
+    for name in set(columns) & widths.keys():
+        shape = (total, widths[name])
+        values = torch.randint(0, vocab, shape) if name.endswith("_ids") else torch.empty(shape)
+        made[name] = jagged(values, responses)
     if "rank" in columns:
-        made["rank"] = torch.arange(len(samples)) % 2
+        made["rank"] = torch.arange(len(rows)) % 2
     if "label" in columns:
-        made["label"] = torch.empty(len(samples))
+        made["label"] = torch.empty(len(rows))
     return DataProto.from_dict(made)
 
 
-def _tokens(lengths: np.ndarray, vocab: int) -> Tensor:
+def _tokens(lengths: npt.NDArray[np.int64], vocab: int) -> Tensor:
     return torch.randint(0, vocab, (int(lengths.sum()),))

@@ -56,13 +56,21 @@ class _RealIntegers(TorchDispatchMode):
         if _is_real(func, tensors, options):
             with unset_fake_temporarily():
                 return func(*args, **options)
+        result = self._with_real_integers(func, args, options)
+        self._observe(func, args, result)
+        return result
+
+    def _with_real_integers(self, func: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Run an operation on floats whose result, or the shape of whose result, depends on integers."""
         if func is torch.ops.aten.masked_select.default and not isinstance(args[1], FakeTensor):
             with unset_fake_temporarily():
                 count = int(args[1].expand(args[0].shape).sum())
-            result = args[0].new_empty(count)
-        else:
-            result = func(*args, **options)
-        self._observe(func, args, result)
+            return args[0].new_empty(count)
+        result = func(*args, **options)
+        if func is torch.ops.aten.topk.default:  # any different places will do
+            values, places = result
+            with unset_fake_temporarily():
+                return values, torch.arange(places.shape[-1]).expand(places.shape)
         return result
 
 

@@ -1,14 +1,20 @@
 """Stand-ins for kernels of GPUs: they make the tensors that the kernel makes, and keep for backward what it keeps.
 
-The sources of these kernels say what they keep: Transformer Engine's norms, rotary embedding and grouped products, and
+The sources of these kernels say what they keep: Transformer Engine's norms, attention, rotary
+embedding and grouped products, and
 Megatron's fused activation, which torch's compiler fuses on GPUs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
@@ -29,6 +35,52 @@ class _Norm(torch.autograd.Function):
 def norm(module: Any, x: Tensor) -> Tensor:
     normalized: Tensor = _Norm.apply(x, module.weight)  # type: ignore[no-untyped-call]
     return normalized
+
+
+class NormedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]  # Megatron's class has no types here
+    """Transformer Engine's first layer of a dense MLP contains the norm before it: recomputing the MLP drops both."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor, *rest: Any, **options: Any) -> Any:
+        return super().forward(_Norm.apply(x, self.layer_norm_weight), *rest, **options)  # type: ignore[no-untyped-call]
+
+
+def layer_of(local_layer: Callable[..., ModuleSpec]) -> Callable[..., ModuleSpec]:
+    """Return mrl's function for the modules of a layer, with this first layer of a dense MLP."""
+
+    def made(config: TransformerConfig, routed: bool) -> ModuleSpec:
+        layer = local_layer(config, routed)
+        if not routed:
+            layer.submodules.pre_mlp_layernorm = IdentityOp
+            layer.submodules.mlp.submodules.linear_fc1 = NormedColumnParallelLinear
+        return layer
+
+    return made
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps its inputs, its output, and one float32 number per head and token. With context parallelism, ranks exchange
+    keys while they compute, and keep only their own."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query)
+        ctx.save_for_backward(query, key, value, output, torch.empty(query.shape[:2], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return output.reshape(query.shape[0], -1)
 
 
 class _Rotation(torch.autograd.Function):

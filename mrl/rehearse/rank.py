@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -20,6 +21,7 @@ from mrl.config.sft import AnyConfig, RankedConfig
 from mrl.controller import RankInfo
 from mrl.engine import weights
 from mrl.engine.engine import MegatronEngine
+from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.memory import scoring_phase
@@ -34,7 +36,7 @@ from mrl.rehearse.timeline import MemoryTimeline, PhaseMemory
 from mrl.trainer import supervised_tasks
 from mrl.trainer.components import kind_of, role_worker
 from mrl.trainer.supervised_tasks import supervised_setup, task_of
-from mrl.workers import model_worker
+from mrl.workers import actor, model_worker
 from mrl.workers.model_worker import ModelWorker
 
 
@@ -91,7 +93,8 @@ def _calls(config: AnyConfig, role: str, worker: ModelWorker) -> Iterator[tuple[
 
     def calls(method: Method, micro_batches: MicroBatches) -> Callable[[], Any]:
         sizes = [[len(part) for part in micro_batches]] * worker.place.mesh.dp
-        return lambda: getattr(worker, method.name)(batches.batch_of(micro_batches, method.columns, spec.vocab), sizes)
+        batch = partial(batches.batch_of, micro_batches, method.columns, spec.vocab, _widths(config))
+        return lambda: getattr(worker, method.name)(batch(), sizes)
 
     for method in updates:
         yield "first update", calls(method, [batches.smallest(rows)] * fewest)
@@ -118,9 +121,23 @@ def _methods(config: AnyConfig, role: str, worker: ModelWorker) -> tuple[list[Me
         ranked = ("rank", "label") if isinstance(config, RankedConfig) else ()
         return [Method(update, ranked)], []
     made = [call for call in step_calls.step_calls(config) if call.role == kind_of(role)]
-    methods = [Method(call.method, (*call.reads, *call.optional)) for call in made]
+    methods = [Method(call.method, _columns(call, config)) for call in made]
     scores = [method for method in methods if not method.name.startswith(("update", "compute_advantages"))]
     return [method for method in methods if method.name.startswith("update")], scores
+
+
+def _columns(call: step_calls.StepCall, config: Config) -> tuple[str, ...]:
+    """Return the columns that a call may read. The teacher's exist only if the configuration needs them."""
+    optional = [name for name in call.optional if name not in step_calls.TEACHER_COLUMNS]
+    return (*call.reads, *optional, *call.needs(config))
+
+
+def _widths(config: AnyConfig) -> dict[str, int]:
+    """Return the numbers per token of the teacher's columns."""
+    if not isinstance(config, Config) or (distillation := config.algorithm.distillation) is None:
+        return {}
+    top_k, hidden = distillation.top_k, read_spec(config.model_of("teacher")[1]).hidden
+    return {"teacher_top_ids": top_k, "teacher_top_log_probs": top_k + 1, "teacher_hidden": hidden}
 
 
 def _worker(config: AnyConfig, role: str, place: RankInfo) -> ModelWorker:
@@ -154,10 +171,9 @@ def _routing(ep_rank: int, ep: int, spec: ModelSpec) -> Routing:
 def _without_files_or_peers() -> Replaced:
     """Replace what reads a model's weights, and what meets other processes."""
     return [
-        (model_worker, "HfReader", model_files.TableReader),
+        *((module, "HfReader", model_files.TableReader) for module in (model_worker, actor, supervised_tasks)),
         (weights, "load_shard", model_files.load_shard),
         (model_worker, "take_device", lambda _: "fake"),
-        (supervised_tasks, "HfReader", model_files.TableReader),
         (supervised_tasks, "padding_token", lambda _: 0),
         (ModelWorker, "init_process_group", lambda *_: None),
     ]

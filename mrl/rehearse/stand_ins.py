@@ -55,12 +55,12 @@ def replaced(attributes: Replaced) -> Iterator[None]:
 def gpu_kernels() -> Replaced:
     """Return kernels of GPUs instead of the CPU's own code."""
     return [
-        # The attention of CPUs keeps dense blocks of rows; GPUs run the variable-length kernel.
-        (layer_spec, "_in_blocks", layer_spec._varlen),
         # The vocabulary head has smaller tiles on a CPU, and multiplies in float32 there.
         (vocab_head, "TILE_BYTES", vocab_head.TILE_BYTES | {"cpu": vocab_head.TILE_BYTES["cuda"]}),
         (vocab_head, "_operand_dtype", _operand_dtype),
         # Kernels of Transformer Engine and Apex, which need CUDA, and what torch's compiler fuses.
+        (layer_spec, "_local_layer", kernels.layer_of(layer_spec._local_layer)),
+        (layer_spec.PackedAttention, "forward", kernels.attention),
         (layer_spec.RmsNorm, "forward", kernels.norm),
         (rope_utils, "fused_apply_rotary_pos_emb_thd", kernels.rotate),
         (fused_bias_swiglu, "swiglu", kernels.swiglu),
