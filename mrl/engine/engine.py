@@ -16,7 +16,7 @@ from torch import Tensor
 from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.engine import weights
-from mrl.engine.model import ModelRequest, build_chunks, transformer_config
+from mrl.engine.model import ModelRequest, TokenModel, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory
 from mrl.engine.optimizer import Optimizer, StepOutcome
 from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
@@ -139,7 +139,20 @@ class MegatronEngine:
             collect_non_loss_data=forward_only,
             **pipeline_arguments(self.config, self.groups),
         )
+        _forget_routing(self.models)
         return outputs
+
+
+def _forget_routing(models: Sequence[TokenModel]) -> None:
+    """Drop the probabilities of experts that Megatron's dispatchers keep from the last micro-batch.
+
+    They hold the graph of their layer, with its input and its gradient: 1.5 GB for 12 layers of a 30B mixture with
+    recomputation, which the engines on the same device could not use.
+    """
+    for model in models:
+        for module in model.modules():
+            if hasattr(module, "token_dispatcher"):
+                module.token_dispatcher.probs = None
 
 
 def _forward_step(last_step: Any, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:

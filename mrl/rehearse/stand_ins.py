@@ -34,6 +34,7 @@ from mrl.engine.pipeline_p2p import OrderedP2PCommunicator
 from mrl.rehearse import kernels
 
 _MISSING = object()
+_ONLY_WITH_APEX = "fused_weight_gradient_mlp_cuda"
 
 Replaced = list[tuple[Any, str, Any]]
 """An object, the name of an attribute, and its value for the time of a rehearsal."""
@@ -41,7 +42,9 @@ Replaced = list[tuple[Any, str, Any]]
 
 @contextmanager
 def replaced(attributes: Replaced) -> Iterator[None]:
-    """Replace attributes for the block."""
+    """Replace attributes for the block. Each must exist: a library that renames one needs another stand-in."""
+    for owner, name, _ in attributes:
+        assert hasattr(owner, name) or name == _ONLY_WITH_APEX, f"{owner} has no {name}"
     originals = [(owner, name, vars(owner).get(name, _MISSING)) for owner, name, _ in attributes]
     for owner, name, replacement in attributes:
         setattr(owner, name, replacement)
@@ -66,7 +69,7 @@ def gpu_kernels() -> Replaced:
         (fused_bias_swiglu, "swiglu", kernels.swiglu),
         (fused_bias_swiglu, "swiglu_back", kernels.swiglu_back),
         (SequentialMLP, "forward", kernels.experts),
-        (linear_layers, "fused_weight_gradient_mlp_cuda", kernels.AddToBuffer),
+        (linear_layers, _ONLY_WITH_APEX, kernels.AddToBuffer),
         (linear_layers, "_grad_accum_fusion_available", True),
         (optimizer, "Adam", partial(torch.optim.AdamW, fused=True)),
     ]

@@ -92,7 +92,7 @@ class MemoryTimeline:
             memory.peak = max(heights)
             for maker, change in self._changes[: heights.index(memory.peak)]:
                 held[maker] += change
-            memory.holders = tuple(held.most_common(14))
+            memory.holders = tuple(held.most_common(5))
             self.phases.append(memory)
 
     def _note(self, tensor: Tensor) -> None:

@@ -1,0 +1,109 @@
+"""A rehearsal of whole configurations: what it measures, next to the plan, and what it reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mrl.cli.main import main
+from mrl.config.resolved.load import load_any_config
+from mrl.plan.plan_input import Planned, make_plan_input
+from mrl.rehearse.rank_kinds import rank_kinds
+from mrl.rehearse.stand_ins import Routing
+from tests.models.tiny_models import make_tiny
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+GIB = 1 << 30
+
+
+def preset(name: str, *overrides: str) -> Planned[Any]:
+    return make_plan_input(load_any_config(str(CONFIGS / name), list(overrides)), None)
+
+
+def rehearsed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert main(["rehearse", *arguments, "--json", "-"]) == 0
+    kinds: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "stages"),
+    [
+        ("ppo-llama3.1-70b-8n8g.yaml", "actor", [(0,), (1, 2, 3, 4, 5, 6), (7,)]),
+        ("grpo-qwen2.5-7b-1n8g.yaml", "actor", [(0,), (1,)]),
+        ("grpo-llama3.1-405b-18n8g.yaml", "actor", [(0,), tuple(range(1, 8)), (8,)]),
+    ],
+)
+def test_stages_with_equal_layers_are_one_kind(name: str, role: str, stages: list[tuple[int, ...]]) -> None:
+    subject = preset(name)
+    kinds = list(rank_kinds(subject.config, role, subject.specs[role]))
+    assert [kind.stages for kind in kinds] == stages
+    assert sorted(rank for kind in kinds for rank in kind.ranks) == list(range(subject.config.placement.pools["all"]))
+
+
+def test_tokens_are_routed_evenly_or_with_a_skew() -> None:
+    even = Routing(range(0), 1.0).experts_of(num_tokens=96, num_experts=8, topk=2)
+    assert even.sum(1).unique().tolist() == [2]
+    assert even.sum(0).tolist() == [24] * 8
+    skewed = Routing(range(2, 4), 1.25).experts_of(num_tokens=96, num_experts=8, topk=2)
+    assert skewed.sum(1).unique().tolist() == [2]
+    assert skewed.sum(0).tolist() == [22, 22, 30, 30, 22, 22, 22, 22]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("ppo-search-r1-qwen2.5-3b-1n8g.yaml", ["--role", "critic"]),
+        ("grpo-qwen3-8b-32k-4n8g.yaml", ["--ranks", "0"]),
+        ("rm-llama3.1-8b-1n8g.yaml", []),
+    ],
+    ids=["critic", "context parallelism", "reward model"],
+)
+def test_the_plan_is_within_3_percent(name: str, overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in rehearsed(capsys, str(CONFIGS / name), *overrides):
+        planned = [phase for phase in kind["phases"] if phase["planned"] is not None]
+        assert {phase["name"].split()[0] for phase in planned} >= {"build", "train"}
+        for phase in planned:
+            tolerance = max(0.03 * phase["planned"], 0.3 * GIB)
+            assert phase["peak"] == pytest.approx(phase["planned"], abs=tolerance), phase["name"]
+
+
+def test_a_mixture_holds_nothing_between_its_updates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, overrides = (
+        make_tiny("mixtral", tmp_path / "model"),
+        ["actor.max_tokens_per_device=2048", "placement.pools.all=2"],
+    )
+    recompute = "actor.megatron={recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
+    layout = "actor.parallel={ep: 2}"
+    arguments = [str(CONFIGS / "grpo-qwen2.5-0.5b-1n1g.yaml"), f"model.path={model}", layout, recompute, *overrides]
+    (kind,) = rehearsed(
+        capsys,
+        *arguments,
+        "cluster.devices_per_node=2",
+        "batch.samples_per_update=64",
+        "rollout.max_prompt_tokens=64",
+        "rollout.max_response_tokens=64",
+        "actor.max_tokens_per_device=2048",
+    )
+    train = next(phase for phase in kind["phases"] if phase["name"] == "train actor")
+    assert train["after"] == pytest.approx(train["before"], rel=0.01)
+
+
+def test_a_loss_of_ones_own_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        str(CONFIGS / "grpo-qwen2.5-0.5b-1n1g.yaml"),
+        "algorithm.loss.policy=tests.rehearse.losses:with_wrong_shape",
+    ]
+    assert main(["rehearse", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert "actor, rank 0 for the 1 ranks of stage 0: RuntimeError" in error
+    assert "tests/rehearse/losses.py:" in error
+    assert "with_wrong_shape" in error
+
+
+def test_an_unknown_role_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", str(CONFIGS / "grpo-qwen2.5-7b-1n8g.yaml"), "--role", "critik"]) == 2
+    assert "its roles are actor" in capsys.readouterr().err
