@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     kinds = [kind for role in roles for kind in rank_kinds(subject.config, role, subject.specs[role])]
     if arguments.ranks:
         kinds = [kind for kind in kinds if set(arguments.ranks) & set(kind.ranks)]
-    show = (lambda text: None) if arguments.json == "-" else (lambda text: print(text, flush=True))
+    show = _silent if arguments.json == "-" else _show
     show(f"{resolved.path}: {len(kinds)} kinds of ranks, at full size on this machine's CPU")
     fits, listed = True, []
     for done in rehearse(kinds, arguments.config, arguments.model, _progress):
@@ -65,6 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(text) if arguments.json == "-" else _write(arguments.json, text)
     show("\n" + _verdict(subject, fits))
     return 0 if fits else _DOES_NOT_FIT
+
+
+def _show(text: str) -> None:
+    print(text, flush=True)
+
+
+def _silent(text: str) -> None:
+    """Keep the output for the figures."""
 
 
 def _roles(subject: Planned[Any], role: str | None) -> list[str]:

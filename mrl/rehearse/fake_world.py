@@ -33,11 +33,11 @@ def fake_world(rank: int, world_size: int, observe: Observer) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-class _RealIntegers(TorchDispatchMode):
+class _RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes integers and booleans for real, and answers collectives and reads of values."""
 
     def __init__(self, observe: Observer) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._observe = observe
 
     @classmethod

@@ -141,7 +141,8 @@ class Routing:
 
         def routed(logits: Tensor, topk: int, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
             probs, _ = route(logits, topk, *rest, **options)
-            return probs, self.experts_of(*logits.shape, topk)
+            num_tokens, num_experts = logits.shape
+            return probs, self.experts_of(num_tokens, num_experts, topk)
 
         return routed
 
