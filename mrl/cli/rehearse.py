@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mrl.cli.arguments import add_config, aligned, load_one
+from mrl.cli.arguments import add_config, aligned, load_one, split_arguments
 from mrl.errors import ConfigError, Problem, did_you_mean
 from mrl.plan.assumptions import GIB
 from mrl.plan.memory import gib, role_stages
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the memory of every kind of rank next to the plan's. Return 2 if one does not fit."""
     resolved = load_one(arguments.config)
+    (path,), overrides = split_arguments(arguments.config)
     subject = make_plan_input(resolved, None, arguments.model)
     # Import late: a wrong configuration fails before torch and Megatron load.
     from mrl.rehearse.comparison import compared
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     show = _silent if arguments.json == "-" else _show
     show(f"{resolved.path}: {len(kinds)} kinds of ranks, at full size on this machine's CPU")
     fits, listed = True, []
-    for done in rehearse(kinds, arguments.config, arguments.model, _progress):
+    for done in rehearse(kinds, [path, *overrides], arguments.model, _progress):
         rows = list(compared(subject, done.kind.role, done.kind.stages[0], done.phases))
         show("\n".join(["", *_lines(done, rows)]))
         listed.append(_values(done, rows))

@@ -42,7 +42,6 @@ class PhaseMemory:
     peak: int = 0
     holders: tuple[tuple[Maker, int], ...] = ()
     """The largest at the peak, with the bytes that each made."""
-    flops: int = 0
 
 
 class MemoryTimeline:
