@@ -1,8 +1,7 @@
 """The process of one rank: `python -m mrl.rehearse.child ROLE RANK MODEL CONFIG [KEY=VALUE ...]`.
 
-MODEL is empty if the configuration's own models have known sizes. The
-process prints its report as one line of JSON. An error of the rehearsed code is a line as well, with the place that raised
-it.
+MODEL is empty if the configuration's own models have known sizes. The process prints its report as one line of JSON. An
+error of the rehearsed code is a line as well, with the place that raised it.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def test_results_are_numbers_within_bounds() -> None:
         ({"score": 1, "a\nb": 1}, "names must be text of 1 to 100 printable characters"),
         ({"score": 1.0} | dict.fromkeys(map(str, range(5000)), 1.0), "the dictionary has 5001 entries; at most 100"),
     ],
-    ids=lambda part: repr(part)[:30],
+    ids=lambda part: repr(part)[:14],
 )
 def test_a_result_that_is_no_number_says_why(result: object, problem: str) -> None:
     with pytest.raises(BadResult, match=re.escape(problem)):
