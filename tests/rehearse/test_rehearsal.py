@@ -73,7 +73,7 @@ def test_the_plan_is_within_3_percent(
             assert phase["peak"] == pytest.approx(phase["planned"], abs=tolerance), phase["name"]
     shown = capsys.readouterr()
     assert "Every role fits on h100-80gb" in shown.out
-    assert "GiB  megatron/core/distributed/param_and_grad_buffer.py:" in shown.out
+    assert "  megatron/core/distributed/param_and_grad_buffer.py:" in shown.out
     assert "rehearsing" in shown.err
 
 
