@@ -34,10 +34,6 @@ class RowLengths:
     prompt: int
     response: int
 
-    @property
-    def tokens(self) -> int:
-        return self.prompt + self.response
-
 
 MicroBatches = list[list[RowLengths]]
 

@@ -27,11 +27,6 @@ class Compared:
         return 0 if self.planned is None else self.memory.peak - self.planned
 
     @property
-    def is_unplanned(self) -> bool:
-        """Whether the rehearsal needs more than the plan, by more than the tolerance."""
-        return self.planned is not None and self.difference > max(BYTES, SHARE * self.planned)
-
-    @property
     def differs(self) -> bool:
         return self.planned is not None and abs(self.difference) > max(BYTES, SHARE * self.planned)
 

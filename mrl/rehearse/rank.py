@@ -44,9 +44,6 @@ from mrl.workers.model_worker import ModelWorker
 class RankReport:
     """Memory of the phases of one rank."""
 
-    role: str
-    rank: int
-    stage: int
     phases: tuple[PhaseMemory, ...]
     num_parameters: int
     seconds: float
@@ -74,14 +71,7 @@ def rehearse_rank(subject: Planned[Any], role: str, rank: int) -> RankReport:
         for phase, call in _calls(config, role, worker):
             with timeline.phase(phase):
                 call()
-        return RankReport(
-            role,
-            rank,
-            mesh.coordinates(rank).pp,
-            tuple(timeline.phases),
-            _held(worker.engine),
-            time.monotonic() - began,
-        )
+        return RankReport(tuple(timeline.phases), _held(worker.engine), time.monotonic() - began)
 
 
 def _calls(config: AnyConfig, role: str, worker: ModelWorker) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -89,7 +79,7 @@ def _calls(config: AnyConfig, role: str, worker: ModelWorker) -> Iterator[tuple[
     spec, layout, rows = worker.engine.request.spec, config.model_roles()[role].parallel, batches.largest(config, role)
     fewest = layout.pp if layout.vpp > 1 else 1
     most = batches.num_micro_batches(config, role, worker.engine.groups.at.pp)
-    updates, scores = _methods(config, role, worker)
+    updates, scores = _methods(config, role)
 
     def calls(method: Method, micro_batches: MicroBatches) -> Callable[[], Any]:
         sizes = [[len(part) for part in micro_batches]] * worker.place.mesh.dp
@@ -114,7 +104,7 @@ class Method:
     columns: tuple[str, ...]
 
 
-def _methods(config: AnyConfig, role: str, worker: ModelWorker) -> tuple[list[Method], list[Method]]:
+def _methods(config: AnyConfig, role: str) -> tuple[list[Method], list[Method]]:
     """Return the methods that update, and the methods that only score. Advantages are computed on the host."""
     if not isinstance(config, Config):
         update = task_of(config).update

@@ -1,8 +1,8 @@
 """Everything that a rehearsal answers by hand, each with its reason. Everything else is the code of a run on GPUs.
 
-There are three kinds: kernels of GPUs, which have no shape function on a CPU (their stand-in makes the tensors that the
-kernel makes, and keeps for backward what it keeps); answers of other ranks; and branches of libraries on the values of
-floats. `tests/contracts/table.yaml` has an entry for each name of a library.
+There are two groups: kernels of GPUs, whose stand-ins make the tensors that the kernel makes and keep for backward what
+it keeps; and answers that depend on other ranks or on the values of floats. Every replaced name must exist, so a
+library that renames one is noticed at once.
 """
 
 from __future__ import annotations

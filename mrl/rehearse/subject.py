@@ -8,8 +8,9 @@ from typing import Any
 from mrl.config.resolved.load import load_any_config
 from mrl.plan.plan_input import Planned, make_plan_input
 
-_NO_STAND_IN = ("moe_grouped_gemm", "moe_permute_fusion")
-"""Kernels of Transformer Engine without a stand-in: the same tensors are made in several calls."""
+_ONLY_ITS_OWN = ("moe_grouped_gemm", "moe_permute_fusion")
+"""Switches that only Transformer Engine's own modules accept. Megatron's modules run instead; `kernels.py` replaces
+their experts."""
 
 
 def rehearsal_subject(path: str, overrides: Sequence[str], model: str | None) -> Planned[Any]:
@@ -18,10 +19,10 @@ def rehearsal_subject(path: str, overrides: Sequence[str], model: str | None) ->
 
 
 def without_unknown_kernels(subject: Planned[Any]) -> Planned[Any]:
-    """Return the subject without fused kernels that have no stand-in."""
+    """Return the subject without switches that need Transformer Engine itself."""
     roles = subject.config.model_roles().items()
     changes = {
-        f"{role}.megatron": {name: value for name, value in model.megatron.items() if name not in _NO_STAND_IN}
+        f"{role}.megatron": {name: value for name, value in model.megatron.items() if name not in _ONLY_ITS_OWN}
         for role, model in roles
     }
     return subject.with_changes_unchecked(changes)
