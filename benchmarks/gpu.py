@@ -1,6 +1,6 @@
 """Measure on a GPU in calls of less than ten minutes; without a GPU, run the same parts in small on the CPU.
 
-    python benchmarks/gpu.py [--parts kernels,head] [--limit-s 540] [--json FILE] [--dry]
+    python benchmarks/gpu.py [--parts kernels,head] [--only REGEX] [--limit-s 540] [--json FILE] [--dry]
 
 Needs torch (2.11 or later), transformers and megatron-core besides this repository. Transformer Engine and vLLM are
 used if they are installed. A part that needs a missing library is a row with that reason. docs/first-gpu.md has the
@@ -48,7 +48,7 @@ from benchmarks.gpu_kernels import kernels
 from benchmarks.gpu_memory import memory
 from benchmarks.gpu_rounding import rounding
 from benchmarks.gpu_run import whole_run
-from benchmarks.gpu_session import DEVICE, ON_GPU, GpuBenchmark, matrix_rate, once, timed
+from benchmarks.gpu_session import DEVICE, ON_GPU, WHOLE_PART, GpuBenchmark, matrix_rate, once, timed
 from benchmarks.gpu_sharing import be_guest, sharing
 from benchmarks.gpu_training import parity, training
 from benchmarks.harness import Timing, parser
@@ -139,6 +139,7 @@ def main() -> int:
     """Run the chosen parts one after another."""
     options = parser("Measure properties that need a GPU.")
     options.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)} (default: all)")
+    options.add_argument("--only", default="", help="of long parts, run the pieces whose row this expression matches")
     options.add_argument(
         "--limit-s", type=float, default=540.0, help="skip work that would not end by then (default 540)"
     )
@@ -154,11 +155,11 @@ def main() -> int:
     print(
         "on a GPU" if ON_GPU else "no GPU here: a dry run on the CPU, whose numbers do not apply to a GPU", flush=True
     )
-    bench = GpuBenchmark(arguments.json, arguments.limit_s)
+    bench = GpuBenchmark(arguments.json, arguments.limit_s, arguments.only)
     bench.watch()
     for name in arguments.parts.split(","):
         bench.part = name
-        if not bench.has_time(SECONDS[name] if ON_GPU else _DRY_SECONDS, "the whole part"):
+        if not bench.has_time(SECONDS[name] if ON_GPU else _DRY_SECONDS, WHOLE_PART):
             continue
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as directory, bench.attempt():

@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import json
 import os
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 RANKS_ON: Device = "gpu" if ON_GPU else "cpu"
 LONGEST_RANK_S = 300.0
+WHOLE_PART = "the whole part"
 _GRACE_S = 20.0
 _MATRIX = 8192 if ON_GPU else 512
 
@@ -59,9 +61,10 @@ def taken_bytes() -> int:
 class GpuBenchmark(Benchmark):
     """A benchmark on a machine that may disappear: it writes each result immediately, and no error ends it."""
 
-    def __init__(self, file: Path | None, limit_s: float) -> None:
+    def __init__(self, file: Path | None, limit_s: float, only: str = "") -> None:
         super().__init__("gpu")
         self.part = ""
+        self._only = re.compile(only)
         self._file, self._limit_s, self._ends = file, limit_s, time.monotonic() + limit_s
 
     @property
@@ -87,13 +90,15 @@ class GpuBenchmark(Benchmark):
         except Exception as error:
             traceback.print_exc(limit=-6)
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            self.row(what=what or "the whole part", error=f"{type(error).__name__}: {reason[0]}"[:300])
+            self.row(what=what or WHOLE_PART, error=f"{type(error).__name__}: {reason[0]}"[:300])
             self.goal(f"{self.part}{what and ', '}{what}: errors", 1, at_most=0)
         if ON_GPU:
             torch.cuda.empty_cache()
 
     def has_time(self, seconds: float, what: str) -> bool:
-        """Return whether this much time is left. If not, report the work as skipped."""
+        """Return whether the work was chosen and this much time is left. If time lacks, report the work as skipped."""
+        if what != WHOLE_PART and not self._only.search(what):
+            return False
         if (left := self.seconds_left) >= seconds:
             return True
         self.row(
