@@ -46,7 +46,7 @@ GPU_ENGINES = {
 CPU_ENGINES = {"plain launches": "{enforce_eager: true, kv_cache_memory_bytes: 67108864}"}
 SHOWN = (
     *("timing_s/step", "timing_s/rollout", "timing_s/update_actor", "sync/seconds", "perf/generated_per_s"),
-    *("perf/update_actor_mfu", "actor/rollout_diff", "actor/loss"),
+    *("perf/actor_mfu", "actor/rollout_diff", "actor/loss"),
 )
 
 
@@ -70,7 +70,7 @@ def whole_run(bench: GpuBenchmark, directory: Path) -> None:
     for kernels, engine in (GPU_ENGINES if ON_GPU else CPU_ENGINES).items():
         with bench.attempt(kernels):
             if bench.has_time(SECONDS, f"three steps of GRPO, {kernels}"):
-                _run(bench, directory / kernels.split()[0], model, kernels, engine)
+                _run(bench, directory / kernels.partition(",")[0], model, kernels, engine)
 
 
 def _run(bench: GpuBenchmark, directory: Path, model: Path, kernels: str, engine: str) -> None:

@@ -25,7 +25,7 @@ from mrl.trainer.role_client import ActorClient
 EXPECTED = {"float32": 0.001, "rounded": 0.05, "rounded experts": 0.1}
 """Largest expected mean differences: in float32, in 16 bits, and with experts, whose routing flips at ties."""
 STOPS_AT = 10
-"""Factor on the expected difference at which a run stops. The expected differences are not calibrated on GPUs."""
+"""Factor on the expected difference at which a run stops. On GPUs, one model is measured: 0.008 at 0.5B."""
 ROUNDED_LOGITS = {0.0: 0.0, 0.1: 0.0041, 0.3: 0.0059, 0.5: 0.0096, 1.0: 0.0154, 2.0: 0.0224}
 """Entropy in nats -> mean log-prob difference caused by rounding logits to bfloat16 alone.
 

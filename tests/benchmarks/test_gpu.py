@@ -99,3 +99,10 @@ def test_errors_of_pieces_are_reported_and_the_rest_goes_on(capsys: pytest.Captu
         {"part": "training", "what": "large", "tokens_per_s": 1},
     ]
     assert [goal["name"] for goal in bench.goals] == ["training, small: errors"]
+
+
+def test_only_runs_the_chosen_pieces_and_leaves_no_row_of_the_others() -> None:
+    bench = GpuBenchmark(None, 100.0, "nothing|fused")
+    pieces = ("recomputing nothing", "recomputing all", "Qwen2.5-0.5B, fused")
+    assert [piece for piece in pieces if bench.has_time(1.0, piece)] == ["recomputing nothing", "Qwen2.5-0.5B, fused"]
+    assert bench.rows == []
