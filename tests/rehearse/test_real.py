@@ -14,9 +14,9 @@ from tests.rehearse import measured
 
 LIMIT_S = 300.0
 LAYOUTS = {
-    # "qwen2": Layout(),  # two data-parallel ranks share the optimizer's state; tied embeddings
-    # "llama": Layout(tp=2, sequence_parallel=True),
-    # "qwen3": Layout(pp=2),
+    "qwen2": Layout(),  # two data-parallel ranks share the optimizer's state; tied embeddings
+    "llama": Layout(tp=2, sequence_parallel=True),
+    "qwen3": Layout(pp=2),
     "mistral": Layout(cp=2),
 }
 
