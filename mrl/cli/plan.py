@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Iterator, Sequence
 
 from mrl.cli.arguments import add_config, aligned, load_one
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verbose", action="store_true", help="show the origin of every number")
     parser.add_argument("--search", action="store_true", help="search for the fastest placements and layouts that fit")
+    parser.add_argument("--rehearse", action="store_true", help="with --search: also rehearse the fastest that fits")
     parser.add_argument("--nodes", type=int, help="with --search: number of machines")
     parser.add_argument("--devices-per-node", type=int, metavar="N", help="with --search: devices per machine")
 
@@ -58,13 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     lengths = Lengths(arguments.mean_prompt or means.prompt, arguments.mean_response or means.response)
     device, plan = subject.hardware, plan_memory(subject)
     lines = [f"{path} on {device.name}, {gib(device.memory_bytes)} per device (--hardware to change)"]
+    fastest = ""
     if arguments.search:
-        lines += ["", *_search(subject, lengths, arguments.nodes, arguments.devices_per_node)]
-    elif arguments.nodes or arguments.devices_per_node:
-        flags = "--nodes and --devices-per-node need --search"
-        raise ConfigError(
-            [Problem("command line", "", flags, "to plan other devices, set cluster.nodes and placement.pools")]
-        )
+        found, fastest = _search(subject, lengths, arguments.nodes, arguments.devices_per_node)
+        lines += ["", *found]
+    elif arguments.nodes or arguments.devices_per_node or arguments.rehearse:
+        flags = "--nodes, --devices-per-node and --rehearse need --search"
+        fix = "to plan other devices, set cluster.nodes and placement.pools; to rehearse this one, use mrl rehearse"
+        raise ConfigError([Problem("command line", "", flags, fix)])
     else:
         lines += ["", *_memory(subject, plan, verbose=arguments.verbose)]
         lines += [] if plan.shortages else ["", *_time(subject, lengths, verbose=arguments.verbose)]
@@ -74,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     if notes := list(not_modeled(subject.config)):
         lines += ["", f"Not included: {', '.join(notes)}"]
     for line in lines:
-        print(resolved.secrets.hide(line).rstrip())
+        print(resolved.secrets.hide(line).rstrip(), flush=True)
+    if arguments.rehearse and fastest:
+        return _rehearse([*arguments.config, *shlex.split(fastest)], arguments.model)
     return _DOES_NOT_FIT if plan.shortages and not arguments.search else 0
 
 
@@ -222,20 +227,36 @@ def _verdict(subject: PlanInput, plan: MemoryPlan) -> Iterator[str]:
         yield f"    peak {taken}, and {changed.engine.full_samples} full samples in a cache"
 
 
-def _search(subject: PlanInput, lengths: Lengths, nodes: int | None, devices_per_node: int | None) -> Iterator[str]:
+def _rehearse(config: list[str], model: str | None) -> int:
+    """Rehearse the configuration with these overrides."""
+    from mrl.cli import rehearse
+
+    parser = argparse.ArgumentParser()
+    rehearse.add_arguments(parser)
+    print(f"\nRehearsing the fastest: {' '.join(config)}", flush=True)
+    return rehearse.run(parser.parse_args([*config, *(["--model", model] if model else [])]))
+
+
+def _search(
+    subject: PlanInput, lengths: Lengths, nodes: int | None, devices_per_node: int | None
+) -> tuple[list[str], str]:
+    """Return the lines of a search, and the overrides of the fastest layout."""
     cluster = subject.config.cluster
     wanted: Changes = {"cluster.nodes": nodes or cluster.nodes}
     wanted["cluster.devices_per_node"] = devices_per_node or cluster.devices_per_node
     if wanted["cluster.nodes"] > 1:
         wanted["cluster.ray_address"] = cluster.ray_address or "auto"
     result = search(subject.with_changes_unchecked(wanted), lengths)
-    yield f"Fastest layout of each placement, simulated for {_means(lengths)}."
-    yield f"Phases run one after another in every placement. {result.num_tried:,} combinations were tried."
+    lines = [
+        f"Fastest layout of each placement, simulated for {_means(lengths)}.",
+        f"Phases run one after another in every placement. {result.num_tried:,} combinations were tried.",
+    ]
     if not result.is_complete:
-        yield "This is the limit: there may be faster ones."
+        lines.append("This is the limit: there may be faster ones.")
     if not result.found:
-        yield "No combination fits."
-    yield from found_lines(subject, wanted, result)
+        lines.append("No combination fits.")
+        return lines, ""
+    return [*lines, *found_lines(subject, wanted, result)], subject.overrides(wanted | result.found[0].changes)
 
 
 def _means(lengths: Lengths) -> str:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from mrl.cli.arguments import add_config, aligned, load_one, split_arguments
 from mrl.errors import ConfigError, Problem, did_you_mean
 from mrl.plan.assumptions import GIB
-from mrl.plan.memory import gib, role_stages
+from mrl.plan.memory import gib
 from mrl.plan.plan_input import Planned, make_plan_input
+from mrl.plan.rehearsed import remember
 
 if TYPE_CHECKING:
     from mrl.rehearse.comparison import Compared
@@ -34,6 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rehearse only the kinds of these ranks; default: all kinds",
     )
     parser.add_argument(
+        "--phase", metavar="NAME", nargs="+", help="show only these phases, with what is largest in each"
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="RUN",
+        help="lengths of the samples of this run, or of a parquet file; default: the longest",
+    )
+    parser.add_argument(
+        "--routing",
+        type=float,
+        metavar="FACTOR",
+        help="tokens of a rank's experts, relative to the mean; default: that of the plan",
+    )
+    parser.add_argument("--headroom", action="store_true", help="also find the largest max_tokens_per_device that fits")
+    parser.add_argument(
         "--model", help="model whose sizes to use: a directory, or a published model; default: model.path"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file (`-`: only to the output)")
@@ -45,25 +61,35 @@ def run(arguments: argparse.Namespace) -> int:
     (path,), overrides = split_arguments(arguments.config)
     subject = make_plan_input(resolved, None, arguments.model)
     # Import late: a wrong configuration fails before torch and Megatron load.
-    from mrl.rehearse.comparison import compared
+    from mrl.rehearse.comparison import compared, largest_budget
     from mrl.rehearse.processes import rehearse
     from mrl.rehearse.rank_kinds import rank_kinds
+    from mrl.rehearse.subject import Request
 
     roles = _roles(subject, arguments.role)
     kinds = [kind for role in roles for kind in rank_kinds(subject.config, role, subject.specs[role])]
     if arguments.ranks:
         kinds = [kind for kind in kinds if set(arguments.ranks) & set(kind.ranks)]
+    request = Request(path, overrides, "", 0, arguments.model, arguments.lengths, arguments.routing, arguments.headroom)
     show = _silent if arguments.json == "-" else _show
     show(f"{resolved.path}: {len(kinds)} kinds of ranks, at full size on this machine's CPU")
     fits, listed = True, []
-    for done in rehearse(kinds, [path, *overrides], arguments.model, _progress):
-        rows = list(compared(subject, done.kind.role, done.kind.stages[0], done.phases))
-        show("\n".join(["", *_lines(done, rows)]))
+    budgets: dict[str, int] = {}
+    for done in rehearse(kinds, request, _progress):
+        rows = list(compared(subject, done, has_full_batches=request.lengths is None))
+        show("\n".join(["", *_lines(done, rows, arguments.phase)]))
         listed.append(_values(done, rows))
         fits &= _fits(subject, done)
+        if (budget := largest_budget(subject, done)) is not None:
+            budgets[done.kind.role] = min(budget, budgets.get(done.kind.role, budget))
     if arguments.json:
         text = json.dumps(listed, indent=1)
         print(text) if arguments.json == "-" else _write(arguments.json, text)
+    for role, budget in budgets.items():
+        now = subject.config.model_roles()[role].max_tokens_per_device
+        show(f"\n`{role}.max_tokens_per_device` may be about {budget:,}; it is {now:,}.")
+    if not (arguments.role or arguments.ranks or arguments.model):
+        remember(resolved.config)
     show("\n" + _verdict(subject, fits))
     return 0 if fits else _DOES_NOT_FIT
 
@@ -90,21 +116,37 @@ def _progress(kind: object) -> None:
     print(f"rehearsing {kind}", file=sys.stderr, flush=True)
 
 
-def _lines(done: Rehearsed, rows: Sequence[Compared]) -> Iterator[str]:
+def _lines(done: Rehearsed, rows: Sequence[Compared], phases: Sequence[str] | None) -> Iterator[str]:
     yield f"{done.kind}: {done.num_parameters / 1e9:.3f} billion parameters, {done.seconds:.0f} s"
-    table: list[Sequence[str]] = [("phase, GiB", "before", "peak", "after", "plan", "difference")]
+    yield f"  micro-batches: {done.batch}"
+    rows = _chosen(rows, phases)
+    table: list[Sequence[str]] = [("phase, GiB", "before", "peak", "after", "plan", "difference", "TFLOP")]
     for row in rows:
         memory = row.memory
         sizes = [f"{size / GIB:.2f}" for size in (memory.before, memory.peak, memory.after)]
         planned = ("", "") if row.planned is None else (f"{row.planned / GIB:.2f}", f"{row.difference / GIB:+.2f}")
-        table.append((memory.name, *sizes, *planned))
+        table.append((memory.name, *sizes, *planned, f"{memory.flops / 1e12:,.1f}" if memory.flops else ""))
     yield from aligned(table)
-    fullest = max((row.memory for row in rows), key=lambda memory: memory.peak)
-    yield f"  largest at the peak of `{fullest.name}`:"
-    yield from aligned([("", gib(size), str(maker)) for maker, size in fullest.holders])
+    memories = [row.memory for row in rows]
+    for memory in memories if phases else [max(memories, key=lambda memory: memory.peak)]:
+        yield f"  largest at the peak of `{memory.name}`:"
+        yield from aligned([("", gib(size), str(maker)) for maker, size in memory.holders])
     for row in rows:
         if row.differs:
             yield f"  `{row.memory.name}` differs from the plan by {row.difference / GIB:+.2f} GiB"
+
+
+def _chosen(rows: Sequence[Compared], phases: Sequence[str] | None) -> Sequence[Compared]:
+    """Return the rows of these phases, or all."""
+    if not phases:
+        return rows
+    if not (chosen := [row for row in rows if row.memory.name in phases]):
+        names = ", ".join(f'"{row.memory.name}"' for row in rows)
+        what = f"{', '.join(phases)}: no such phase; the phases are {names}"
+        raise ConfigError(
+            [Problem("command line", "--phase", what, did_you_mean(phases[0], [row.memory.name for row in rows]))]
+        )
+    return chosen
 
 
 def _values(done: Rehearsed, rows: Sequence[Compared]) -> dict[str, Any]:
@@ -115,8 +157,9 @@ def _values(done: Rehearsed, rows: Sequence[Compared]) -> dict[str, Any]:
 
 def _fits(subject: Planned[Any], done: Rehearsed) -> bool:
     """Return whether the role alone fits: its fullest phase and the process itself."""
-    process = role_stages(subject, done.kind.role)[done.kind.stages[0]].process
-    return max(phase.peak for phase in done.phases) + process <= subject.hardware.memory_bytes
+    from mrl.rehearse.comparison import process_of
+
+    return max(phase.peak for phase in done.phases) + process_of(subject, done) <= subject.hardware.memory_bytes
 
 
 def _verdict(subject: Planned[Any], fits: bool) -> str:

@@ -24,6 +24,7 @@ from mrl.plan.known_models import model_spec
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import gib, plan_memory, update_phase
 from mrl.plan.plan_input import make_plan_input
+from mrl.plan.rehearsed import rehearsed_on
 from mrl.plan.search import advise
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
@@ -72,6 +73,16 @@ def check_offline(resolved: Resolved[Any], hardware_name: str | None) -> Iterato
     yield from check_columns(resolved.config)
     yield from check_experts(resolved.config)
     yield from guarded("memory", check_memory(resolved, hardware_name))
+    if resolved.config.cluster.device == "gpu":
+        yield check_rehearsed(resolved)
+
+
+def check_rehearsed(resolved: Resolved[Any]) -> CheckResult:
+    """Say whether the code of every rank has run at full size with this configuration."""
+    if (day := rehearsed_on(resolved.config)) is not None:
+        return ok("rehearsal", f"the code of every kind of rank ran at full size on {day}")
+    what = "this configuration was never rehearsed: whether every rank builds at full size is not known"
+    return skip("rehearsal", what, f"mrl rehearse {resolved.path}")
 
 
 def check_own_parts(config: AnyConfig) -> Iterator[CheckResult]:

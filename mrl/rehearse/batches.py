@@ -54,6 +54,15 @@ def smallest(rows: list[RowLengths]) -> list[RowLengths]:
     return rows[-2:]
 
 
+def half(rows: list[RowLengths]) -> list[RowLengths]:
+    """Return rows of half the tokens."""
+    return [RowLengths(-(-row.prompt // 2), max(row.response // 2, 1)) for row in rows]
+
+
+def num_tokens(rows: list[RowLengths]) -> int:
+    return sum(row.prompt + row.response for row in rows)
+
+
 def num_micro_batches(config: AnyConfig, role: str, stage: int) -> int:
     """Return as many micro-batches as a stage keeps for backward at a time, but no more than an update has."""
     layout = config.model_roles()[role].parallel

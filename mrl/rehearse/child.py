@@ -1,7 +1,7 @@
-"""The process of one rank: `python -m mrl.rehearse.child ROLE RANK MODEL CONFIG [KEY=VALUE ...]`.
+"""The process of one rank: `python -m mrl.rehearse.child REQUEST`, with the request as JSON.
 
-MODEL is empty if the configuration's own models have known sizes. The process prints its report as one line of JSON. An
-error of the rehearsed code is a line as well, with the place that raised it.
+It prints its report as one line of JSON. An error of the rehearsed code is a line as well, with the place that raised
+it.
 """
 
 from __future__ import annotations
@@ -10,26 +10,24 @@ import json
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
 from mrl.engine.cpu_shim import import_megatron
+from mrl.rehearse.subject import Request
 
 _INNER = ("site-packages/torch/", "mrl/rehearse/")
 """Files whose lines are not shown: they only carry out what was called."""
 
 
-def main(arguments: Sequence[str]) -> None:
-    role, rank, model, path, *overrides = arguments
+def main(request: Request) -> None:
     warnings.simplefilter("ignore")  # the parent's output is the rehearsal's
     import_megatron()
     from mrl.rehearse.rank import rehearse_rank
-    from mrl.rehearse.subject import rehearsal_subject
 
-    subject = rehearsal_subject(path, overrides, model or None)
-    _answer(asdict(rehearse_rank(subject, role, int(rank))))
+    _answer(asdict(rehearse_rank(request)))
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -45,4 +43,4 @@ def _answer(values: Mapping[str, Any]) -> None:
 
 if __name__ == "__main__":
     sys.excepthook = _report
-    main(sys.argv[1:])
+    main(Request(**json.loads(sys.argv[1])))

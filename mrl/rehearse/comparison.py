@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.config.schema import Config
 from mrl.plan.assumptions import GIB
-from mrl.plan.memory import RESERVE, role_stages, scoring_phase
+from mrl.plan.memory import RESERVE, engine_memory, role_stages, scoring_phase
 from mrl.plan.plan_input import Planned
+from mrl.rehearse.processes import Rehearsed
+from mrl.rehearse.subject import HALF
 from mrl.rehearse.timeline import PhaseMemory
 
 SHARE, BYTES = 0.03, int(0.3 * GIB)
@@ -31,10 +34,29 @@ class Compared:
         return self.planned is not None and abs(self.difference) > max(BYTES, SHARE * self.planned)
 
 
-def compared(subject: Planned[Any], role: str, stage: int, phases: tuple[PhaseMemory, ...]) -> Iterator[Compared]:
-    planned = planned_phases(subject, role, stage)
-    for phase in phases:
+def compared(subject: Planned[Any], done: Rehearsed, *, has_full_batches: bool = True) -> Iterator[Compared]:
+    """Yield the phases with the plan's figures, which are for full micro-batches."""
+    planned = planned_phases(subject, done.kind.role, done.kind.stages[0]) if has_full_batches else {}
+    for phase in done.phases:
         yield Compared(phase, planned.get(phase.name))
+
+
+def largest_budget(subject: Planned[Any], done: Rehearsed) -> int | None:
+    """Return about the largest `max_tokens_per_device` with which the role fits, or None if no second update shows what
+    a token takes. Memory grows evenly with the tokens of a micro-batch."""
+    by_name = {phase.name: phase for phase in done.phases}
+    if (half := by_name.get(HALF)) is None:
+        return None
+    full, role = by_name[f"train {done.kind.role}"], done.kind.role
+    per_token = 2 * (full.peak - half.peak) / done.tokens
+    left = subject.hardware.memory_bytes - process_of(subject, done) - full.peak
+    budget: int = subject.config.model_roles()[role].max_tokens_per_device
+    return int(budget + left / per_token / subject.config.model_roles()[role].parallel.cp) // 256 * 256
+
+
+def process_of(subject: Planned[Any], done: Rehearsed) -> int:
+    """Return the memory of the process itself, which a rehearsal does not see."""
+    return role_stages(subject, done.kind.role)[done.kind.stages[0]].process
 
 
 def planned_phases(subject: Planned[Any], role: str, stage: int) -> Mapping[str, int]:
@@ -45,4 +67,7 @@ def planned_phases(subject: Planned[Any], role: str, stage: int) -> Mapping[str,
     if at_stage.train:
         phases[f"build {role}"] = sum(item.num_bytes for item in at_stage.build() if item.what != RESERVE)
         phases[f"train {role}"] = held + sum(item.num_bytes for item in at_stage.train)
+    if isinstance(subject.config, Config) and role == "actor":
+        engine = engine_memory(subject.config, subject.specs[role], subject.hardware)
+        phases["send weights"] = sum(item.num_bytes for item in at_stage.held("parameters")) + engine.bucket_bytes
     return phases

@@ -17,6 +17,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from mrl.rehearse.flops import counted
+
 
 class _Norm(torch.autograd.Function):
     """Keeps its input and one float32 number per token; mrl's own norm keeps its input in float32 as well."""
@@ -113,8 +115,8 @@ class AddToBuffer:
     """The gradient of a weight is added to its buffer; nothing else is made."""
 
     @staticmethod
-    def wgrad_gemm_accum_fp32(*_: Any) -> None:
-        pass
+    def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, _buffer: Tensor) -> None:
+        counted.product(x, grad.shape[-1])
 
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
@@ -125,6 +127,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_columns: int, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
+        counted.product(x, num_columns)
         return x.new_empty(x.shape[0], num_columns)
 
     @staticmethod
@@ -132,6 +135,8 @@ class _GroupedProduct(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         for weight in weights:
             weight.grad_added_to_main_grad = True
+        for _ in ("input", "weights"):
+            counted.product(x, grads[0].shape[-1])
         # An expanded number has the shape of a gradient and no memory.
         return torch.empty_like(x), None, *(weight.new_empty(1).expand(weight.shape) for weight in weights)
 

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from mrl.config import step_calls
-from mrl.config.arithmetic import role_mesh
+from mrl.config.arithmetic import role_batch, role_mesh
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RankedConfig
 from mrl.controller import RankInfo
-from mrl.engine import weights
+from mrl.engine import checkpoint, weights
 from mrl.engine.engine import MegatronEngine
 from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
@@ -28,15 +28,19 @@ from mrl.plan.memory import scoring_phase
 from mrl.plan.plan_input import Planned
 from mrl.registry import load_attribute
 from mrl.rehearse import batches, model_files
-from mrl.rehearse.batches import MicroBatches
+from mrl.rehearse.batches import MicroBatches, RowLengths
 from mrl.rehearse.fake_world import fake_world
+from mrl.rehearse.lengths import fullest
 from mrl.rehearse.stand_ins import Replaced, Routing, StageMessages, answers, gpu_kernels, replaced
-from mrl.rehearse.subject import without_unknown_kernels
+from mrl.rehearse.subject import HALF, Request, without_unknown_kernels
 from mrl.rehearse.timeline import MemoryTimeline, PhaseMemory
+from mrl.rehearse.transfer import route_of, without_engines
 from mrl.trainer import supervised_tasks
 from mrl.trainer.components import kind_of, role_worker
 from mrl.trainer.supervised_tasks import supervised_setup, task_of
+from mrl.weight_sync.resharder import WeightSyncSpec
 from mrl.workers import actor, model_worker
+from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.model_worker import ModelWorker
 
 
@@ -46,12 +50,15 @@ class RankReport:
 
     phases: tuple[PhaseMemory, ...]
     num_parameters: int
+    batch: str
+    """The micro-batch of the measured calls."""
+    tokens: int
     seconds: float
 
 
-def rehearse_rank(subject: Planned[Any], role: str, rank: int) -> RankReport:
-    """Rehearse one rank of a role with the largest micro-batches."""
-    began = time.monotonic()
+def rehearse_rank(request: Request) -> RankReport:
+    """Rehearse one rank of a role with full micro-batches."""
+    began, subject, role, rank = time.monotonic(), request.subject(), request.role, request.rank
     with TemporaryDirectory(prefix="mrl-rehearse-") as directory, ExitStack() as stack:
         config = without_unknown_kernels(_with_sizes_only(subject, Path(directory))).config
         mesh = role_mesh(config, role)
@@ -60,23 +67,38 @@ def rehearse_rank(subject: Planned[Any], role: str, rank: int) -> RankReport:
         stack.enter_context(timeline.follows_resizing())
         layout = config.model_roles()[role].parallel
         messages = StageMessages(layout.tp if layout.sequence_parallel else 1)
-        routing = _routing(mesh.coordinates(rank).ep, layout.ep, subject.specs[role])
-        by_hand = [*gpu_kernels(), *answers(messages, routing), *_without_files_or_peers()]
+        routing = _routing(mesh.coordinates(rank).ep, layout.ep, subject.specs[role], request.routing)
+        by_hand = [*gpu_kernels(), *answers(messages, routing), *without_engines(), *_without_files_or_peers()]
         stack.enter_context(replaced(by_hand))
         place = RankInfo(role, rank, 0, mesh, cast(Any, None))
         with timeline.phase(f"build {role}"):
             worker = _worker(config, role, place)
             worker.init_model()
         messages.belongs_to(worker.engine)
-        for phase, call in _calls(config, role, worker):
+        rows, batch = _rows(config, request, worker)
+        for phase, call in _calls(config, request, worker, rows, Path(directory)):
             with timeline.phase(phase):
                 call()
-        return RankReport(tuple(timeline.phases), _held(worker.engine), time.monotonic() - began)
+        tokens, seconds = batches.num_tokens(rows), time.monotonic() - began
+        return RankReport(tuple(timeline.phases), _held(worker.engine), batch, tokens, seconds)
 
 
-def _calls(config: AnyConfig, role: str, worker: ModelWorker) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _rows(config: AnyConfig, request: Request, worker: ModelWorker) -> tuple[list[RowLengths], str]:
+    """Return the rows of a full micro-batch, and a description: of recorded samples, or of the greatest length."""
+    limit = role_batch(config, request.role).tokens_per_micro_batch
+    if request.lengths is None:
+        rows = batches.largest(config, request.role)
+        return rows, f"{len(rows)} rows with {batches.num_tokens(rows):,} tokens, of the greatest length"
+    recorded = fullest(Path(request.lengths), worker.place.mesh.dp, limit, worker.engine.packing)
+    return recorded.rows, str(recorded)
+
+
+def _calls(
+    config: AnyConfig, request: Request, worker: ModelWorker, rows: list[RowLengths], directory: Path
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the calls of a step with the names of their phases. The first update makes Adam's moments."""
-    spec, layout, rows = worker.engine.request.spec, config.model_roles()[role].parallel, batches.largest(config, role)
+    role, spec = request.role, worker.engine.request.spec
+    layout = config.model_roles()[role].parallel
     fewest = layout.pp if layout.vpp > 1 else 1
     most = batches.num_micro_batches(config, role, worker.engine.groups.at.pp)
     updates, scores = _methods(config, role)
@@ -92,8 +114,20 @@ def _calls(config: AnyConfig, role: str, worker: ModelWorker) -> Iterator[tuple[
         yield scoring_phase(role), calls(method, [rows] * fewest)
     for method in updates:
         yield f"train {role}", calls(method, [rows] * most)
+        if request.headroom:
+            yield HALF, calls(method, [batches.half(rows)] * most)
+    yield "checkpoint", lambda: worker.begin_checkpoint(str(directory / "checkpoint"))
+    if isinstance(config, Config) and role == "actor":
+        yield "offload optimizer", lambda: worker.offload("gradients", "optimizer")
+        yield "send weights", partial(_send, cast(ActorRolloutRefWorker, worker), route_of(config, spec))
     yield "offload", lambda: worker.offload("gradients", "optimizer", "parameters")
     yield "onload", lambda: worker.onload("parameters", "gradients", "optimizer")
+
+
+def _send(worker: ActorRolloutRefWorker, route: WeightSyncSpec) -> None:
+    """Plan the transfer to all engines, which checks the pieces of every tensor, and fill this rank's buckets."""
+    worker.prepare_sending(route)
+    worker.send_weights(1, list(range(len(route.sockets))))
 
 
 @dataclass(frozen=True)
@@ -150,12 +184,14 @@ def _with_sizes_only(subject: Planned[Any], directory: Path) -> Planned[Any]:
     return subject.with_changes_unchecked(models)
 
 
-def _routing(ep_rank: int, ep: int, spec: ModelSpec) -> Routing:
-    """Return a routing in which this rank is as busy as the plan assumes for the busiest."""
+def _routing(ep_rank: int, ep: int, spec: ModelSpec, skew: float | None) -> Routing:
+    """Return a routing in which this rank is as busy as given, or as the plan assumes for the busiest."""
     if spec.moe is None or ep == 1:
         return Routing(range(0), 1.0)
     num_local = spec.moe.num_experts // ep
-    return Routing(range(ep_rank * num_local, (ep_rank + 1) * num_local), ASSUMPTIONS.expert_imbalance)
+    return Routing(
+        range(ep_rank * num_local, (ep_rank + 1) * num_local), ASSUMPTIONS.expert_imbalance if skew is None else skew
+    )
 
 
 def _without_files_or_peers() -> Replaced:
@@ -163,6 +199,7 @@ def _without_files_or_peers() -> Replaced:
     return [
         *((module, "HfReader", model_files.TableReader) for module in (model_worker, actor, supervised_tasks)),
         (weights, "load_shard", model_files.load_shard),
+        (checkpoint, "_write_rank", lambda *_: None),
         (model_worker, "take_device", lambda _: "fake"),
         (supervised_tasks, "padding_token", lambda _: 0),
         (ModelWorker, "init_process_group", lambda *_: None),

@@ -15,8 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.rehearse.flops import counted
+
 _NOT_MAKERS = ("torch", "mrl.rehearse", "mrl.engine.cpu_shim", "contextlib", "functools")
 """Packages whose lines are skipped on the way to the line that made a tensor."""
+
+_ON_HOST = "mrl/engine/checkpoint.py"
+"""The file whose tensors are copies on the host, which in a rehearsal is the same device."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class PhaseMemory:
     before: int
     after: int = 0
     peak: int = 0
+    flops: int = 0
     holders: tuple[tuple[Maker, int], ...] = ()
     """The largest at the peak, with the bytes that each made."""
 
@@ -55,7 +61,8 @@ class MemoryTimeline:
         self._storages: dict[int, _Storage] = {}
 
     def observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Note the storages that an operation has made."""
+        """Note the storages that an operation has made, and what it computed."""
+        counted.observe(func, args, result)
         for value in result if isinstance(result, list | tuple) else (result,):
             if isinstance(value, Tensor) and value.dtype.is_floating_point:
                 self._note(value)
@@ -81,12 +88,12 @@ class MemoryTimeline:
     def phase(self, name: str) -> Iterator[PhaseMemory]:
         """Measure a block of code as a phase."""
         self._changes.clear()
-        held, before = self._held.copy(), self.live
+        held, before, flops = self._held.copy(), self.live, counted.total
         memory = PhaseMemory(name, before)
         try:
             yield memory
         finally:
-            memory.after = self.live
+            memory.after, memory.flops = self.live, counted.total - flops
             heights = list(accumulate((change for _, change in self._changes), initial=before))
             memory.peak = max(heights)
             for maker, change in self._changes[: heights.index(memory.peak)]:
@@ -97,8 +104,10 @@ class MemoryTimeline:
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self._storages:
-            known = _Storage(_maker(sys._getframe(3)))
-            self._storages[key] = known
+            maker = _maker(sys._getframe(3))
+            if maker.line.startswith(_ON_HOST):
+                return
+            self._storages[key] = known = _Storage(maker)
             known.reference = weakref.ref(storage, lambda _: self._change(self._storages.pop(key), 0))
             self._change(known, storage.nbytes())
 

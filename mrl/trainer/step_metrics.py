@@ -145,6 +145,8 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
         "answer": batch["answer"],
         "ground_truth": [_as_text(truth) for truth in batch["ground_truth"]],
         "score": batch["scores"].tolist(),
+        "prompt_tokens": batch.lengths("prompts").tolist(),
+        "response_tokens": batch.lengths("responses").tolist(),
         "num_tokens": written_lengths(batch).tolist(),
         "truncated": batch["truncated"].tolist(),
         **{name: batch[name].tolist() for name in columns if name.startswith("reward_model")},

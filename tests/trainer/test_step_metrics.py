@@ -135,6 +135,8 @@ def test_every_sample_is_in_the_file(tmp_path: Path) -> None:
         "answer": ["5", None],
         "ground_truth": ["5", None],
         "score": [0.25, -1.0],
+        "prompt_tokens": [1, 3],
+        "response_tokens": [2, 1],
         "num_tokens": [2, 1],
         "truncated": [True, False],
     }
