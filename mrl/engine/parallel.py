@@ -91,6 +91,7 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGrou
         )
     finally:
         parallel_state.destroy_model_parallel()
-        # Megatron only drops its references; each group has threads that would poll forever.
-        for group in set(distributed_c10d._world.pg_map) - groups_before:
+        # Megatron only drops its references; each group has threads that would poll forever. On every rank, the newest
+        # group goes first: ending a group of NCCL may wait for the other ranks.
+        for group in [group for group in reversed(distributed_c10d._world.pg_map) if group not in groups_before]:
             torch.distributed.destroy_process_group(group)

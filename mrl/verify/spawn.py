@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 import torch
@@ -21,6 +25,17 @@ from mrl.engine.parallel import take_device
 from mrl.errors import EngineError
 
 Device = Literal["cpu", "gpu"]
+_END_S = 5.0
+"""Seconds for a process that has closed its connection to end; the kernel may be writing a core file."""
+_MAX_STACK_BYTES = 65536  # what a pipe holds
+
+
+@dataclass(frozen=True)
+class _Rank:
+    process: BaseProcess
+    answer: Connection
+    crash: Connection
+    """Receives the Python stacks of the process if a signal such as SIGSEGV ends it."""
 
 
 def num_gpus() -> int:
@@ -39,25 +54,26 @@ def run_distributed(
     """
     context = _context(device)
     listener = socket.create_server(("127.0.0.1", 0))  # rank 0 inherits it, so no other process can take the port
-    processes, ends = [], []
+    ranks: list[_Rank] = []
     try:
-        for rank in range(num_ranks):
-            own_end, rank_end = context.Pipe()
-            place = (rank, num_ranks, listener.getsockname()[1], listener if rank == 0 else None)
+        for number in range(num_ranks):
+            answer, answer_end = context.Pipe()
+            crash, crash_end = context.Pipe(duplex=False)
+            place = (number, num_ranks, listener.getsockname()[1], listener if number == 0 else None)
             with _environment(device):
-                order = (rank_end, place, dict(os.environ), function, arguments)
+                order = (answer_end, crash_end, place, dict(os.environ), function, arguments)
                 process = context.Process(target=_rank_main, args=order, daemon=True)  # type: ignore[attr-defined]
                 process.start()
-            rank_end.close()
-            processes.append(process)
-            ends.append(own_end)
-        return _collect(ends, timeout_s)
+            answer_end.close()
+            crash_end.close()
+            ranks.append(_Rank(process, answer, crash))
+        return _collect(ranks, timeout_s)
     finally:
         listener.close()
-        for process in processes:
-            process.join(0.5)
-            process.kill()
-            process.join()
+        for rank in ranks:
+            rank.process.join(0.5)
+            rank.process.kill()
+            rank.process.join()
 
 
 def _context(device: Device) -> BaseContext:
@@ -88,26 +104,41 @@ def _environment(device: Device) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _collect(ends: list[Connection], timeout_s: float) -> list[Any]:
+def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
-    while len(results) < len(ends):
-        silent = [rank for rank in range(len(ends)) if rank not in results]
-        ready = wait([ends[rank] for rank in silent], timeout_s)
+    while len(results) < len(ranks):
+        silent = [number for number in range(len(ranks)) if number not in results]
+        ready = wait([ranks[number].answer for number in silent], timeout_s)
         if not ready:
-            raise EngineError(f"ranks {silent} of {len(ends)} did not answer within {timeout_s:g} s")
-        for rank in [rank for rank in silent if ends[rank] in ready]:
+            raise EngineError(f"ranks {silent} of {len(ranks)} did not answer within {timeout_s:g} s")
+        for number in [number for number in silent if ranks[number].answer in ready]:
             try:
-                succeeded, result = ends[rank].recv()
+                succeeded, result = ranks[number].answer.recv()
             except EOFError:
-                raise EngineError(f"the process of rank {rank} of {len(ends)} ended without an answer") from None
+                ending = _describe_ending(ranks[number])
+                raise EngineError(f"rank {number} of {len(ranks)} ended without an answer: {ending}") from None
             if not succeeded:
-                raise EngineError(f"rank {rank} of {len(ends)} failed:\n{result}")
-            results[rank] = result
-    return [results[rank] for rank in range(len(ends))]
+                raise EngineError(f"rank {number} of {len(ranks)} failed:\n{result}")
+            results[number] = result
+    return [results[number] for number in range(len(ranks))]
+
+
+def _describe_ending(rank: _Rank) -> str:
+    """Say how a process ended that closed its connection, with its Python stacks if it crashed."""
+    rank.process.join(_END_S)
+    code = rank.process.exitcode
+    if code is None:
+        return f"process {rank.process.pid} closed its connection, but still runs {_END_S:g} s later"
+    if code >= 0:
+        return f"process {rank.process.pid} exited with status {code}"
+    stacks = os.read(rank.crash.fileno(), _MAX_STACK_BYTES).decode(errors="replace") if rank.crash.poll() else ""
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    return f"{name} ({signal.strsignal(-code)}) ended process {rank.process.pid}\n{stacks}".rstrip()
 
 
 def _rank_main(
     end: Connection,
+    crash: Connection,
     place: tuple[int, int, int, socket.socket | None],
     environment: Mapping[str, str],
     function: Callable[..., Any],
@@ -116,6 +147,8 @@ def _rank_main(
     rank, num_ranks, port, listener = place
     os.environ.clear()  # inherited from the fork server, and outdated
     os.environ.update(environment)
+    os.set_blocking(crash.fileno(), False)  # a full pipe must not delay the end of a crashed process
+    faulthandler.enable(crash.fileno())
     die_with(os.getppid())  # otherwise a rank could wait in gloo forever
     backend = take_device(rank)
     limit = timedelta(minutes=10)

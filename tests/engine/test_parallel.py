@@ -1,4 +1,4 @@
-"""The device of each rank. Megatron's groups are covered by the tests of the engine."""
+"""The device of each rank, and the end of Megatron's groups. The tests of the engine cover the groups themselves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from mrl.config.schema import ParallelConfig
 from mrl.engine.parallel import model_parallel, take_device
@@ -47,3 +48,24 @@ def test_nobody_reads_groups_of_gloo_so_megatron_makes_none(on_gpu: bool) -> Non
     ):
         pass
     assert made.call_args.kwargs["create_gloo_process_groups"] is False
+
+
+def test_every_rank_destroys_groups_in_the_same_order() -> None:
+    pg_map = distributed_c10d._pg_map
+    made = list(range(1, 9))
+    with (
+        mock.patch.dict(pg_map),
+        mock.patch.object(torch.distributed, "is_initialized", return_value=True),
+        mock.patch.object(torch.distributed, "get_world_size", return_value=1),
+        mock.patch.object(torch.distributed, "destroy_process_group") as destroy,
+        mock.patch("mrl.engine.cpu_shim.install"),
+        mock.patch(
+            "megatron.core.parallel_state.initialize_model_parallel",
+            side_effect=lambda **_: pg_map.update(dict.fromkeys(made)),  # type: ignore[arg-type]
+        ),
+        mock.patch("megatron.core.tensor_parallel.model_parallel_cuda_manual_seed", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+        model_parallel(ParallelConfig(), seed=1),
+    ):
+        pass
+    assert [call.args[0] for call in destroy.call_args_list] == made[::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -20,6 +21,10 @@ def meet(fault: str) -> tuple[int, int, float, int, str, str]:
         raise ValueError("this rank cannot")
     if fault == "leave":
         os._exit(3)
+    if fault == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "out of memory":
+        os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang":
         time.sleep(600)
     total = torch.tensor(float(rank + 1))
@@ -59,7 +64,9 @@ def test_a_rank_has_the_environment_of_its_time(monkeypatch: pytest.MonkeyPatch)
     ("fault", "message", "limit_s"),
     [
         ("raise", r"rank 0 of 1 failed:\n(.|\n)*ValueError: this rank cannot", 300),
-        ("leave", "the process of rank 0 of 1 ended without an answer", 300),
+        ("leave", r"rank 0 of 1 ended without an answer: process \d+ exited with status 3$", 300),
+        ("crash", r"rank 0 of 1 .* SIGSEGV \(Segmentation fault\) ended process \d+\nFatal (.|\n)* in meet\n", 300),
+        ("out of memory", r"rank 0 of 1 ended without an answer: SIGKILL \(Killed\) ended process \d+$", 300),
         ("hang", r"ranks \[0\] of 1 did not answer within 0.5 s", 0.5),
     ],
 )
