@@ -141,18 +141,17 @@ def _chosen(rows: Sequence[Compared], phases: Sequence[str] | None) -> Sequence[
     if not phases:
         return rows
     if not (chosen := [row for row in rows if row.memory.name in phases]):
-        names = ", ".join(f'"{row.memory.name}"' for row in rows)
-        what = f"{', '.join(phases)}: no such phase; the phases are {names}"
-        raise ConfigError(
-            [Problem("command line", "--phase", what, did_you_mean(phases[0], [row.memory.name for row in rows]))]
-        )
+        known = list(dict.fromkeys(row.memory.name for row in rows))
+        what = f'"{phases[0]}" is not a phase of this role'
+        raise ConfigError([Problem("command line", "--phase", what, did_you_mean(phases[0], known))])
     return chosen
 
 
 def _values(done: Rehearsed, rows: Sequence[Compared]) -> dict[str, Any]:
     phases = [dataclasses.asdict(row.memory) | {"planned": row.planned} for row in rows]
     kind = {"role": done.kind.role, "rank": done.kind.rank, "stages": done.kind.stages}
-    return kind | {"num_parameters": done.num_parameters, "seconds": done.seconds, "phases": phases}
+    sizes = {name: getattr(done, name) for name in ("num_parameters", "batch", "tokens", "num_rows", "seconds")}
+    return kind | sizes | {"phases": phases}
 
 
 def _fits(subject: Planned[Any], done: Rehearsed) -> bool:

@@ -17,6 +17,8 @@ from mrl.rehearse.timeline import PhaseMemory
 SHARE, BYTES = 0.03, int(0.3 * GIB)
 """A difference between plan and rehearsal counts if it is larger than this share and than these bytes."""
 
+_USED = 0.99
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -43,13 +45,13 @@ def compared(subject: Planned[Any], done: Rehearsed, *, has_full_batches: bool =
 
 def largest_budget(subject: Planned[Any], done: Rehearsed) -> int | None:
     """Return about the largest `max_tokens_per_device` with which the role fits, or None if no second update shows what
-    a token takes. Memory grows evenly with the tokens of a micro-batch."""
+    a token takes. Memory grows almost evenly with the tokens of a micro-batch, so one percent is left free."""
     by_name = {phase.name: phase for phase in done.phases}
     if (half := by_name.get(HALF)) is None:
         return None
     full, role = by_name[f"train {done.kind.role}"], done.kind.role
     per_token = 2 * (full.peak - half.peak) / done.tokens
-    left = subject.hardware.memory_bytes - process_of(subject, done) - full.peak
+    left = _USED * subject.hardware.memory_bytes - process_of(subject, done) - full.peak
     budget: int = subject.config.model_roles()[role].max_tokens_per_device
     return int(budget + left / per_token / subject.config.model_roles()[role].parallel.cp) // 256 * 256
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 class FlopCounter:
@@ -19,8 +22,9 @@ class FlopCounter:
 
     def observe(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Add the operations of a call of torch."""
-        if (formula := flop_registry.get(func.overloadpacket)) is not None:
-            self.total += formula(*args, out_val=result)
+        if func.overloadpacket in _PRODUCTS:
+            operands = (value for value in args if isinstance(value, Tensor))
+            self.total += flop_registry[func.overloadpacket](*operands, out_val=result)
 
     def product(self, x: Tensor, columns: int) -> None:
         """Add the product of rows with a matrix."""

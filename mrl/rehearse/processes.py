@@ -33,6 +33,7 @@ class Rehearsed:
     batch: str
     """The micro-batch of the measured calls."""
     tokens: int
+    num_rows: int
     seconds: float
 
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from mrl.config import step_calls
-from mrl.config.arithmetic import role_batch, role_mesh
+from mrl.config.arithmetic import role_mesh
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RankedConfig
 from mrl.controller import RankInfo
@@ -53,6 +53,7 @@ class RankReport:
     batch: str
     """The micro-batch of the measured calls."""
     tokens: int
+    num_rows: int
     seconds: float
 
 
@@ -80,16 +81,16 @@ def rehearse_rank(request: Request) -> RankReport:
             with timeline.phase(phase):
                 call()
         tokens, seconds = batches.num_tokens(rows), time.monotonic() - began
-        return RankReport(tuple(timeline.phases), _held(worker.engine), batch, tokens, seconds)
+        return RankReport(tuple(timeline.phases), _held(worker.engine), batch, tokens, len(rows), seconds)
 
 
 def _rows(config: AnyConfig, request: Request, worker: ModelWorker) -> tuple[list[RowLengths], str]:
     """Return the rows of a full micro-batch, and a description: of recorded samples, or of the greatest length."""
-    limit = role_batch(config, request.role).tokens_per_micro_batch
     if request.lengths is None:
         rows = batches.largest(config, request.role)
         return rows, f"{len(rows)} rows with {batches.num_tokens(rows):,} tokens, of the greatest length"
-    recorded = fullest(Path(request.lengths), worker.place.mesh.dp, limit, worker.engine.packing)
+    budget = config.model_roles()[request.role].max_tokens_per_device
+    recorded = fullest(Path(request.lengths), worker.place.mesh.dp, budget, worker.engine.packing)
     return recorded.rows, str(recorded)
 
 

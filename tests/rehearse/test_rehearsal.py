@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 
 from mrl.cli.main import main
 from mrl.config.resolved.load import load_any_config
+from mrl.plan.memory import role_stages
 from mrl.plan.plan_input import Planned, make_plan_input
 from mrl.rehearse.rank_kinds import rank_kinds
 from mrl.rehearse.stand_ins import Routing
 from tests.models.tiny_models import make_tiny
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SMALL = str(CONFIGS / "grpo-qwen2.5-0.5b-1n1g.yaml")
 GIB = 1 << 30
 
 
@@ -101,6 +104,33 @@ def test_a_loss_of_ones_own_is_in_it(capsys: pytest.CaptureFixture[str]) -> None
     assert "actor, rank 0 for the 1 ranks of stage 0: RuntimeError" in error
     assert "tests/rehearse/losses.py:" in error
     assert "with_wrong_shape" in error
+
+
+def test_numbers_for_the_whole_vocabulary_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [SMALL, "algorithm.loss.policy=tests.rehearse.losses:with_logits", "--role", "actor"]
+    assert main(["rehearse", *arguments, "--phase", "train actor"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"GiB +tests/rehearse/losses.py:\d+ \(with_logits\)", shown)
+    assert re.search(r"`train actor` differs from the plan by \+\d", shown)
+
+
+def test_operations_are_the_models_and_the_budget_found_is_the_largest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    subject = preset("grpo-qwen2.5-0.5b-1n1g.yaml")
+    spec, memory_bytes = subject.specs["actor"], subject.hardware.memory_bytes
+    (kind,) = rehearsed(tmp_path, SMALL, "--role", "actor", "--headroom")
+    phases = {phase["name"]: phase for phase in kind["phases"]}
+    tokens, scored = kind["tokens"], kind["tokens"] - kind["num_rows"]
+    head = 2 * spec.vocab * spec.hidden
+    assert phases["log-probs"]["flops"] == tokens * (spec.flops_per_token - head) + scored * head
+    assert phases["send weights"]["peak"] == pytest.approx(phases["send weights"]["planned"], rel=0.03)
+    found = re.search(r"max_tokens_per_device` may be about ([\d,]+)", capsys.readouterr().out)
+    assert found is not None
+    budget = found.group(1).replace(",", "")
+    (fullest,) = rehearsed(tmp_path, SMALL, "--role", "actor", f"actor.max_tokens_per_device={budget}")
+    peak = max(phase["peak"] for phase in fullest["phases"]) + role_stages(subject, "actor")[0].process
+    assert 0.96 * memory_bytes < peak <= memory_bytes
 
 
 def test_an_unknown_role_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
