@@ -21,6 +21,7 @@ from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config
 from mrl.config.step_calls import STEP
 from mrl.errors import ConfigError
+from mrl.plan.rehearsed import remember
 from mrl.preflight import machine
 from mrl.preflight.findings import CheckResult, column_problems, refuse
 from mrl.preflight.machine import check_disk, check_nodes, check_slurm
@@ -95,6 +96,17 @@ def test_offline_answers_in_a_second_and_loads_nothing_heavy(name: str) -> None:
 
 def test_a_wrong_configuration_is_the_error_of_loading(check: Callable[..., tuple[int, str]]) -> None:
     assert check(LAPTOP, "actor.parallel.tp=3", "--offline")[0] == 2
+
+
+def test_a_configuration_that_was_never_rehearsed_is_named(
+    check: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    large = str(ROOT / "configs/ppo-llama3.1-70b-8n8g.yaml")
+    assert "skip  rehearsal: this configuration was never rehearsed" in check(large, "--offline")[1]
+    remember(load_config(large, ["training.steps=3"]).config)
+    assert "ok    rehearsal: the code of every kind of rank ran at full size on 20" in check(large, "--offline")[1]
+    assert "never rehearsed" in check(large, "--offline", "actor.parallel.pp=4", "critic.parallel.pp=4")[1]
 
 
 def test_a_pipeline_that_cannot_be_filled_is_warned_of(check: Callable[..., tuple[int, str]]) -> None:

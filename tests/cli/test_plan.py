@@ -74,7 +74,16 @@ def test_the_search_lists_placements_with_overrides(plan: Plan) -> None:
     assert "split: " in text
     assert 'cluster.nodes=2 "placement.pools={all: 16}"' in text
     assert "combinations were tried" in text
-    assert plan(PRESET, "--nodes", "2")[2].count("--nodes and --devices-per-node need --search") == 1
+    assert plan(PRESET, "--nodes", "2")[2].count("--nodes, --devices-per-node and --rehearse need --search") == 1
+
+
+@pytest.mark.slow
+def test_the_fastest_layout_found_is_rehearsed(plan: Plan) -> None:
+    code, text, _ = plan("configs/grpo-qwen2.5-0.5b-1n1g.yaml", "--search", "--rehearse")
+    assert code == 0
+    fastest = text[: text.index("\nRehearsing")].partition("colocated: ")[2].splitlines()[1].strip()
+    assert f"Rehearsing the fastest: configs/grpo-qwen2.5-0.5b-1n1g.yaml {fastest}\n" in text
+    assert "actor, rank 0 for the 1 ranks of stage 0: 0.494 billion parameters" in text
 
 
 def test_means_and_hardware_are_taken_from_the_command_line(plan: Plan) -> None:
