@@ -7,6 +7,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
 
+from mrl.cli import rehearse
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE
@@ -229,8 +230,6 @@ def _verdict(subject: PlanInput, plan: MemoryPlan) -> Iterator[str]:
 
 def _rehearse(config: list[str], model: str | None) -> int:
     """Rehearse the configuration with these overrides."""
-    from mrl.cli import rehearse
-
     parser = argparse.ArgumentParser()
     rehearse.add_arguments(parser)
     print(f"\nRehearsing the fastest: {' '.join(config)}", flush=True)

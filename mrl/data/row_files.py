@@ -210,6 +210,18 @@ def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any
     return path
 
 
+def read_sample_columns(path: Path, names: Sequence[str], fix: str) -> list[list[Any]]:
+    """Return columns of a samples file. `fix` says which file is needed."""
+    try:
+        files.check_regular(path)
+        table = pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"the samples cannot be read: {error}", where=str(path), fix=fix) from error
+    if missing := [name for name in names if name not in table.column_names]:
+        raise DataError(f"there is no column {' or '.join(missing)}", where=str(path), fix=fix)
+    return [table.column(name).to_pylist() for name in names]
+
+
 def read_newest_samples(directory: Path, num_rows: int, kind: str = "step") -> list[dict[str, Any]]:
     """Return the first rows of the newest file of a kind, or none if there is no file."""
     paths = sorted(directory.glob(f"{kind}-*.parquet"))

@@ -24,7 +24,7 @@ def remember(config: AnyConfig) -> None:
 
 
 def rehearsed_on(config: AnyConfig) -> str | None:
-    """Return the day of the last rehearsal of this configuration, or None if there was none."""
+    """Return the day of the last rehearsal of this configuration, or None if it was never rehearsed."""
     try:
         return datetime.fromtimestamp(_path(config).stat().st_mtime).strftime("%Y-%m-%d")
     except FileNotFoundError:

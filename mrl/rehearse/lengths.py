@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from mrl.data.packing import PackingRules, plan_step
+from mrl.data.row_files import read_sample_columns
 from mrl.errors import DataError
 from mrl.rehearse.batches import RowLengths
 
@@ -47,11 +46,5 @@ def _steps(path: Path) -> Iterator[tuple[str, list[RowLengths]]]:
     if not files:
         raise DataError("there are no recorded samples (samples/step-*.parquet)", where=str(path), fix=_FIX)
     for file in files:
-        try:
-            table = pq.read_table(file, columns=_COLUMNS)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"the lengths cannot be read: {error}", where=str(file), fix=_FIX) from error
-        if missing := [name for name in _COLUMNS if name not in table.column_names]:
-            raise DataError(f"there is no column {' or '.join(missing)}", where=str(file), fix=_FIX)
-        prompts, responses = (table.column(name).to_pylist() for name in _COLUMNS)
-        yield file.name, [RowLengths(*pair) for pair in zip(prompts, responses, strict=True)]
+        columns = read_sample_columns(file, _COLUMNS, _FIX)
+        yield file.name, [RowLengths(*pair) for pair in zip(*columns, strict=True)]

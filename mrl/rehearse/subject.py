@@ -1,4 +1,4 @@
-"""What a process rehearses, and the configuration that it runs."""
+"""The request to a process that rehearses, and the configuration that it runs."""
 
 from __future__ import annotations
 

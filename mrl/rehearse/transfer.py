@@ -57,16 +57,16 @@ class _Sender:
         self._slots = itertools.cycle([SharedBuffer(number, buffer) for number, buffer in enumerate(buffers)])
 
     def begin(self, version: int) -> None:
-        """Nobody waits for this version."""
+        """No engine waits for this version."""
 
     def slot(self) -> SharedBuffer:
         return next(self._slots)
 
     def send(self, *_: Any) -> None:
-        """Nobody reads the bucket."""
+        """No engine reads the bucket."""
 
     def end(self) -> None:
-        """Nobody returns digests."""
+        """No engine returns digests."""
 
     def close(self) -> None:
         self._slots = itertools.cycle(())
