@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from mrl.config.schema import ParallelConfig
+from mrl.config.schema import ParallelConfig, RolloutConfig
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
@@ -32,6 +32,12 @@ class EngineSizes:
     ep: int = 1
     whole: bool = False
     """Every rank takes whole Hugging Face tensors instead, for modules that only vLLM's own loaders can fill."""
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, spec: ModelSpec, *, whole: bool = False) -> EngineSizes:
+        """Return the split of the engines of a configuration."""
+        whole_experts = spec.moe and rollout.vllm.get("enable_expert_parallel", False)
+        return cls(rollout.tp, ep=rollout.tp if whole_experts else 1, whole=whole)
 
     def check(self, spec: ModelSpec) -> None:
         if self.ep not in (1, self.tp):

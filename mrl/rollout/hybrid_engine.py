@@ -117,9 +117,9 @@ class HybridEngine:
         first = len(nodes) if self._receivers else 0
         nodes += [node for node, _ in self._receivers.where()] if self._receivers else []
         hosts = tuple(range(first, first + num_workers))
-        whole_experts = read_spec(config.model.path).moe and config.rollout.vllm.get("enable_expert_parallel", False)
         # Engines that cannot be written directly take full tensors on each of their ranks.
-        sizes = EngineSizes(tp, ep=tp if whole_experts else 1, whole=bool(self.fleet.full_tensor_reason))
+        whole = bool(self.fleet.full_tensor_reason)
+        sizes = EngineSizes.of(config.rollout, read_spec(config.model.path), whole=whole)
         route = WeightSyncSpec(
             layout=RolloutLayout(sizes, hosts, tuple(nodes.index(node) for node in nodes)),
             sockets=tuple(

@@ -51,7 +51,7 @@ class VllmEngine(RolloutEngine):
         if settings.device == "cpu" and settings.vllm.get("enforce_eager"):
             _compile_nothing()
         with _store_without_a_file() if settings.tp == 1 else nullcontext():
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**_arguments(settings)))
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings)))
         init_info = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
         self.full_tensor_reason = next(filter(None, self._on_workers("full_tensor_reason")), "")
@@ -182,7 +182,7 @@ def _compile_nothing() -> None:
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for the worker processes
 
 
-def _arguments(settings: EngineSettings) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's arguments: those mrl requires, then the user's."""
     required = {
         "model": str(settings.model),

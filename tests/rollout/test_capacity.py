@@ -61,7 +61,7 @@ def test_an_engine_on_a_gpu_is_told_what_is_planned(
     settings = EngineSettings(
         small("qwen3"), dtype, "cuda", longest, VOCAB, Path("sockets"), "engine", share=share, vllm=given
     )
-    arguments = vllm_engine._arguments(settings)
+    arguments = vllm_engine.engine_arguments(settings)
     planned = engine_memory(config, read_spec(small("qwen3")), H100)
     found = arguments["max_num_seqs"], arguments["max_num_batched_tokens"]
     assert found == (planned.max_sequences, planned.max_tokens)

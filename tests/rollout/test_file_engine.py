@@ -20,7 +20,7 @@ from mrl.rollout import hybrid_engine
 from mrl.rollout.capacity import MAX_SEQUENCES
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import Sampling
-from mrl.rollout.vllm_engine import _arguments
+from mrl.rollout.vllm_engine import engine_arguments
 from mrl.trainer.evaluation import engines_alone
 from tests.models.conftest import Tiny
 from tests.rollout.counting_engine import SETTINGS, CountingEngine, request
@@ -88,8 +88,8 @@ def test_an_engine_that_has_loaded_its_weights_takes_none() -> None:
 
 def test_vllm_reads_weights_and_tokenizer_where_it_is_to(tiny: Tiny) -> None:
     settings = replace(SETTINGS, model=tiny("qwen3"))
-    plain = _arguments(settings)
-    own = _arguments(replace(settings, loads_files=True, reads_text=True))
+    plain = engine_arguments(settings)
+    own = engine_arguments(replace(settings, loads_files=True, reads_text=True))
     assert (plain["load_format"], plain["skip_tokenizer_init"]) == ("dummy", True)
     assert (own["load_format"], own["skip_tokenizer_init"]) == ("auto", False)
 
@@ -97,7 +97,7 @@ def test_vllm_reads_weights_and_tokenizer_where_it_is_to(tiny: Tiny) -> None:
 def test_the_engine_sets_what_check_refuses(tiny: Tiny) -> None:
     settings = replace(SETTINGS, model=tiny("qwen3"), takes_weights_in_flight=True)
     in_flight = [replace(settings, device=device) for device in ("cpu", "cuda")]
-    names = {name for settings in in_flight for name in _arguments(settings)}
+    names = {name for settings in in_flight for name in engine_arguments(settings)}
     left_to_vllm = {"pipeline_parallel_size", "data_parallel_size", "seed"}  # to its own defaults
     of_user = {"dtype", "hf_overrides", "max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size"}
     assert names - of_user == OWNED.keys() - left_to_vllm

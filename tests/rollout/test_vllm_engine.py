@@ -85,9 +85,9 @@ def test_tokens_and_log_probs_are_those_of_transformers(
 def test_heads_multiply_in_float32_unless_the_user_says_otherwise(
     vllm: RolloutEngine, given: dict[str, object], expected: dict[str, object]
 ) -> None:
-    from mrl.rollout.vllm_engine import _arguments
+    from mrl.rollout.vllm_engine import engine_arguments
 
-    found = _arguments(dataclasses.replace(vllm.settings, vllm={"hf_overrides": given} if given else {}))
+    found = engine_arguments(dataclasses.replace(vllm.settings, vllm={"hf_overrides": given} if given else {}))
     assert found["hf_overrides"] == expected
 
 
