@@ -29,12 +29,20 @@ drops what the named modules recompute: `mlp` and `moe` everything except their 
 MLP's norm is part of its first product, so its output is dropped too), `layernorm` the outputs of norms, `moe_act` silu
 and products; `core_attn` recomputes tensors that a flash kernel does not keep anyway.
 
-While backward is in a layer, it also needs the recomputed tensors, the gradients of the MLP (3f/t; of the experts
-e(h etp + 3g)/s), and the gradients of the layer's input and output (2h). With sequence parallelism these two
-gradients and the input are gathered (3h together).
+While backward is in a layer, it also needs the recomputed tensors, the gradients of the MLP (2f/t with the fusion,
+else 3f/t; of the experts the same with eg/s, or e(h etp + g)/s if that is more), and the gradients of the layer's
+input and output (2h). With sequence parallelism these two gradients and the input are gathered (3h together).
+
+Tokens on their way to experts and back exist several times during the forward pass: eh/s sorted for sending, eh/s
+received, and then of what the experts see, e h etp/s: their inputs (kept above), their outputs, and the outputs in
+the order of arrival. A rank with one expert sorts nothing: what it receives are the inputs, and the outputs return as
+they are (eh/s). With `etp`, the outputs of its ranks are summed in float32. Backward needs these, or the
+gradients of the experts if they are larger. A forward pass without backward does not have the experts' inner tensors
+(3g with the fusion) any more when their outputs return.
 
 A pipeline stage keeps the micro-batches between their forward and their backward: `pp - stage` of them,
-or with `vpp` chunks `2 (pp - stage - 1) + (vpp - 1) pp + 1` chunks of `layers / (pp vpp)` layers.
+or with `vpp` chunks `2 (pp - stage - 1) + (vpp - 1) pp + 1` chunks of `layers / (pp vpp)` layers. Of each it also keeps
+the tensor that it has sent to the next stage (h/s), unless Megatron frees it (`deallocate_pipeline_outputs`).
 
 The head finishes before backward enters a layer, so only the larger of the two counts. It processes the vocabulary in
 tiles. It keeps the hidden states of the scored tokens (h), their gradient in float32 and in the model's dtype, the
@@ -103,10 +111,10 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
     else:
         moe = spec.moe
         # A rank sees the tokens of all ranks that share its experts, but holds proportionally fewer experts.
-        taken = item * moe.experts_per_token * (ASSUMPTIONS.expert_imbalance if at.ep > 1 else 1) / s
+        seen = item * _expert_tokens(spec, model).seen
         router = (24 * moe.experts_per_token + 5 * moe.num_experts) / s
-        mlp = taken * (spec.hidden * at.etp + 2 * moe.expert_ffn) + router
-        activation = taken * (1 if fused else 4) * moe.expert_ffn
+        mlp = seen * (spec.hidden + 2 * moe.expert_ffn / at.etp) + router
+        activation = seen * (1 if fused else 4) * moe.expert_ffn / at.etp
     return LayerActivations(hidden, 2 * hidden, attention, hidden, mlp, activation)
 
 
@@ -131,27 +139,69 @@ def stage_activations(
         kept, working = kept + chunk_kept / vpp, max(working, again + gradients)
     in_flight = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
     in_flight = min(in_flight, num_micro_batches * vpp)
-    stored_tokens = tokens * (1 + ASSUMPTIONS.allocator_share)
-    return StageActivations(math.ceil(kept * in_flight * stored_tokens), math.ceil(working * stored_tokens))
+    if pp > 1 and not model.megatron.get("deallocate_pipeline_outputs"):
+        sent = spec.hidden * ITEM_BYTES[model.dtype] / (layout.tp if layout.sequence_parallel else 1)
+        kept += sent * (1 - (stage == pp - 1) / vpp)  # the last chunk sends nothing
+    return StageActivations(math.ceil(kept * in_flight * tokens), math.ceil(working * tokens))
 
 
 def _gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> float:
     """Return the bytes that backward needs per token in a layer of this kind, in addition to what the layer keeps."""
     at, item = model.parallel, ITEM_BYTES[model.dtype]
-    is_split = at.sequence_parallel and at.tp > 1
-    hidden = (3 if is_split else 2) * spec.hidden
+    hidden = (3 if at.sequence_parallel and at.tp > 1 else 2) * spec.hidden * item
+    of_activation = 2 if model.megatron.get("bias_activation_fusion") else 3
     if not (has_experts and spec.moe):
-        return float(item * (hidden + 3 * spec.ffn / at.tp))
-    moe = spec.moe
-    taken = moe.experts_per_token * (ASSUMPTIONS.expert_imbalance if at.ep > 1 else 1) / (at.tp if is_split else 1)
-    return float(item * (hidden + taken * (spec.hidden * at.etp + 3 * moe.expert_ffn)))
+        return float(hidden + of_activation * spec.ffn * item / at.tp)
+    tokens = _expert_tokens(spec, model)
+    inner = spec.moe.expert_ffn / at.etp
+    # At the activation, the gradients of its input; at a product, those of its input and output.
+    gradients = max(of_activation * inner, spec.hidden + inner)
+    return hidden + max(tokens.seen * gradients, tokens.returning * spec.hidden) * item
 
 
 def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
     """Return the bytes of a forward pass without backward, the tensors of one layer."""
     kinds = {spec.has_experts(layer) for layer in range(spec.num_layers)}
-    widest = max(layer_bytes(spec, model, kind).total for kind in kinds)
-    return math.ceil(widest * model.max_tokens_per_device * (1 + ASSUMPTIONS.allocator_share))
+    return math.ceil(max(_forward_bytes(spec, model, kind) for kind in kinds) * model.max_tokens_per_device)
+
+
+def _forward_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> float:
+    """Return the bytes per token of one layer in a forward pass without backward."""
+    layer, item, at = layer_bytes(spec, model, has_experts), ITEM_BYTES[model.dtype], model.parallel
+    gathered = spec.hidden * item if at.sequence_parallel and at.tp > 1 else 0
+    if not (has_experts and spec.moe):
+        return layer.total + gathered
+    tokens = _expert_tokens(spec, model)
+    inner = tokens.seen * 3 * spec.moe.expert_ffn / at.etp * item
+    inputs = layer.total - layer.attention - layer.expert_activation - inner * 2 / 3
+    most = max(tokens.computing * spec.hidden * item + inner, tokens.returning * spec.hidden * item)
+    return max(layer.total - layer.mlp - layer.expert_activation, inputs + most) + gathered
+
+
+@dataclass(frozen=True)
+class _ExpertTokens:
+    """Tokens at the experts of a rank, per token of the device. Each is a row of the hidden size."""
+
+    seen: float
+    """Inputs of the experts: from all ranks that share them, with `etp` gathered."""
+    computing: float
+    """Alive while the experts work, in addition to their inputs: sorted, received, and their outputs."""
+    returning: float
+    """Alive while their outputs return, in addition to their inputs."""
+
+
+def _expert_tokens(spec: ModelSpec, model: MegatronModelConfig) -> _ExpertTokens:
+    at, moe = model.parallel, spec.moe
+    assert moe is not None, "only a mixture has tokens at experts"
+    sent = moe.experts_per_token / (at.tp if at.sequence_parallel else 1)
+    received = sent * (ASSUMPTIONS.expert_imbalance if at.ep > 1 else 1)
+    seen = received * at.etp
+    sorts = moe.num_experts > at.ep
+    computing = sent + (received if at.ep > 1 and (sorts or at.etp > 1) else 0) + seen
+    returning = computing + (seen if sorts else sent)
+    if at.etp > 1:  # in float32, before and after the sum over the ranks
+        returning += 2 * seen + 2 * received
+    return _ExpertTokens(seen, computing, returning)
 
 
 def head_bytes(

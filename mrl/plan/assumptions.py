@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from mrl.config.hardware import ENGINE_RESERVE_BYTES
 
 GIB = 1 << 30
+RESERVE, UNUSED = "CUDA and NCCL", "unused blocks"
+"""Names of the items of a plan that are not tensors. No rehearsal shows them."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from mrl.config.arithmetic import cache_in_flight, num_engines, samples_per_step
 from mrl.config.schema import Config
 from mrl.config.training import AsynchronyConfig
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.memory import engine_memory, plan_memory, rollout_pool
+from mrl.plan.engine_memory import engine_memory
+from mrl.plan.memory import plan_memory, rollout_pool
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.search import Changes
 from mrl.plan.timing import Lengths, decode_step, plan_time, rows_by_cache

@@ -20,7 +20,8 @@ from mrl.config.sft import AnyConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.rollout_table import engine_elements
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
-from mrl.plan.memory import engine_memory, gib, role_stages
+from mrl.plan.engine_memory import engine_memory
+from mrl.plan.memory import gib, role_stages
 from mrl.plan.plan_input import PlanInput, Planned, model_specs
 from mrl.plan.search import Changes, activation_ladders, smallest_changes
 

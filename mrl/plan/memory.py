@@ -7,6 +7,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,7 @@ from typing import Any
 from mrl.config.arithmetic import (
     has_own_rollout_pool,
     has_reference,
-    longest_sample_tokens,
     needs_old_log_probs,
-    num_engines,
     role_batch,
     role_devices,
     role_mesh,
@@ -26,18 +25,13 @@ from mrl.config.hardware import Hardware
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RmConfig
-from mrl.errors import PlacementError
-from mrl.models.rollout_table import EngineSizes, engine_elements
-from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 from mrl.plan.activations import forward_activations, head_bytes, stage_activations
-from mrl.plan.assumptions import ASSUMPTIONS, GIB
+from mrl.plan.assumptions import ASSUMPTIONS, GIB, RESERVE, UNUSED
+from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.plan_input import PlanInput, Planned
 from mrl.plan.weights import WeightBytes, stage_weights
-from mrl.rollout.capacity import engine_capacity, planned_demand
 
-RESERVE = "CUDA and NCCL"
-_SLOT_SHARE = 0.75  # share of the memory of two buckets, as the reshard divides it
 _ORIGINS = {
     "parameters": "Megatron's flat buffers, padding included",
     "gradients": "for the same elements, in float32 unless ddp.grad_reduce_in_fp32 is false",
@@ -151,11 +145,10 @@ class Role:
         return Item(self.name, RESERVE, self.process, "assumed, by its groups and their peers")
 
     def build(self) -> Iterator[Item]:
-        """Yield the memory while Megatron builds its buffers. The model's own parameters exist at the same time."""
+        """Yield the memory while buffers are made. The model's own parameters exist at the same time."""
         yield from self.held("parameters", "gradients")
-        yield Item(
-            self.name, "parameters", self.weights.parameters, "the model's own, until they are moved to the buffers"
-        )
+        origin = "the model's own, until they are moved to the buffers; or the optimizer's float32 weights"
+        yield Item(self.name, "parameters", self.weights.building, origin)
         yield self.reserve()
 
 
@@ -230,9 +223,18 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
         forward.append([item("head", scored(backward=False), origin)])
     # Head and layers never work at the same time.
     train, score = (max(works, key=_total) for works in (backward, forward))
-    train = [item("activations", kept.kept, f"{tokens}, stage {stage}"), *train]
+    activations = item("activations", kept.kept, f"{tokens}, stage {stage}")
+    train = [activations, *train, _unused(name, kept.kept + (kept.at_work if train == backward[0] else 0))]
+    score = [*score, *([_unused(name, _total(score))] if score == forward[0] else [])]
     return Role(
         name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score), process_bytes(mesh)
+    )
+
+
+def _unused(role: str, num_bytes: int) -> Item:
+    share = ASSUMPTIONS.allocator_share
+    return Item(
+        role, UNUSED, math.ceil(num_bytes * share), f"assumed, {share:.0%} of activations in blocks of other sizes"
     )
 
 
@@ -264,9 +266,8 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
         while_taking = [*while_generating, *(item for role in actors for item in role.held("parameters"))]
         engine_items = [item for item in awake if item.what == RESERVE]  # asleep
     for number, role in enumerate(roles):
-        if role.train:
-            earlier = [item for other in roles[:number] for item in other.all_items()]
-            yield Phase(f"build {role.name}", pool, (*earlier, *role.build()))
+        earlier = [item for other in roles[:number] for item in other.all_items()]
+        yield Phase(f"build {role.name}", pool, (*earlier, *role.build()))
     buckets = Item("rollout", "buckets", engine.bucket_bytes, "twice sync.bucket_bytes, or two of the largest tensor")
     if has_own_rollout_pool(config) and rollout_pool(config) == pool:
         origin = "assumed, for the process that receives weights"
@@ -308,74 +309,9 @@ def _ranks_of_a_machine(config: AnyConfig) -> int:
     return min(config.cluster.devices_per_node, role_devices(config, "actor"))
 
 
-def gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
-
-
-# --- engines ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EngineMemory:
-    """Memory of one device of an engine."""
-
-    parts: tuple[tuple[str, int, str], ...]
-    """(name, bytes, origin) of each part."""
-    cache_bytes: int
-    token_bytes: int
-    """Bytes of the keys and values of one token on one device."""
-    sample_bytes: int
-    """Bytes of a sample of full length."""
-    max_sequences: int
-    """Sequences that vLLM runs at a time."""
-    max_tokens: int
-    """Tokens that vLLM computes in one step."""
-    bucket_bytes: int
-    """Bytes on both sides while weights arrive."""
-    count_bytes: int
-    """Bytes of the token counts that the sampler keeps for penalties, in the memory pool of the weights."""
-
-    @property
-    def cache_tokens(self) -> int:
-        return max(0, self.cache_bytes) // self.token_bytes
-
-    @property
-    def full_samples(self) -> int:
-        """Return the samples of full length that an engine can process at a time."""
-        return min(max(0, self.cache_bytes) // self.sample_bytes, self.max_sequences)
-
-
 def rollout_pool(config: Config) -> str:
     return config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
 
 
-def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> EngineMemory:
-    """Return the memory that vLLM needs, and what remains for its cache."""
-    rollout, options = config.rollout, config.rollout.vllm
-    EngineSizes(rollout.tp).check(spec)
-    if num_engines(config) < 1:
-        raise PlacementError(f"no engine with {rollout.tp} devices fits on its devices")
-    demand = planned_demand(config, spec, hardware.memory_bytes)
-    capacity, item, reserve = engine_capacity(demand), demand.item_bytes, ASSUMPTIONS.engine_reserve_bytes
-    sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
-    elements, largest = engine_elements(spec, rollout.tp)
-    held = f"{elements:,} elements of a worker at tp {rollout.tp}, {item} bytes each"
-    work = demand.work_bytes(sequences, tokens)
-    cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"
-    if options.get("kv_cache_memory_bytes") is None:
-        origin = f"gpu_memory_utilization {demand.utilization:g} of the device, less the above"
-    return EngineMemory(
-        parts=(
-            ("weights", demand.weight_bytes, held),
-            ("work space", work, f"{tokens} tokens of a prefill, three copies of the logits of {sequences} sequences"),
-            (RESERVE, reserve, "assumed, for an engine's process, including captured graphs"),
-            ("cache", max(0, cache), origin),
-        ),
-        cache_bytes=cache,
-        token_bytes=demand.token_bytes,
-        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout),
-        max_sequences=sequences,
-        max_tokens=tokens,
-        bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest * item / _SLOT_SHARE)),
-        count_bytes=sequences * spec.vocab * 4,
-    )
+def gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

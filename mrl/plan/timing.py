@@ -27,7 +27,8 @@ from mrl.models.layout import layers_of_chunk
 from mrl.models.rollout_table import EngineSizes, engine_elements
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.memory import EngineMemory, engine_memory, head_of, scoring_phase
+from mrl.plan.engine_memory import EngineMemory, engine_memory
+from mrl.plan.memory import head_of, scoring_phase
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.weights import buffers, stage_weights
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner

@@ -47,6 +47,8 @@ class WeightBytes:
     largest_parameter: int
     checkpoint: int
     """Checkpoint bytes that the rank writes, from a copy on the host."""
+    building: int
+    """Bytes in addition to parameters and gradients, at the fullest moment while Megatron's buffers are made."""
 
     @property
     def total(self) -> int:
@@ -60,7 +62,7 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
         layout = model.parallel
         held = [elements for _, elements in _dense(spec, layout, stage, head)]
         held += [elements for chunk in range(layout.vpp) for elements in _experts(spec, layout, stage, chunk)]
-        return WeightBytes(sum(held) * item, 0, 0, 0, 0)
+        return WeightBytes(sum(held) * item, 0, 0, 0, 0, sum(held) * item)  # moved to one buffer after loading
     rank_buffers = buffers(spec, model, mesh, head, stage)
     padded = sum(buffer.num_padded for buffer in rank_buffers)
     # The float32 copy of the weights, and Adam's two moments.
@@ -68,7 +70,29 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
     largest = max(elements for _, elements in _dense(spec, model.parallel, stage, head))
     optimizer = owned * (12 if item < 4 else 8)
-    return WeightBytes(padded * item, padded * gradient_item, optimizer, largest * item, owned * 12)
+    building = _building_bytes(rank_buffers, item, gradient_item)
+    own_weights = owned * 4 if item < 4 else 0
+    return WeightBytes(
+        padded * item,
+        padded * gradient_item,
+        optimizer,
+        largest * item,
+        checkpoint=owned * 12,
+        building=max(building, own_weights),
+    )
+
+
+def _building_bytes(rank_buffers: Sequence[Buffer], item: int, gradient_item: int) -> int:
+    """Return the most bytes that Megatron needs beyond its buffers while it makes one after the other.
+
+    The parameters of a buffer, and of all later ones, are outside the buffers until it is made.
+    """
+    missing, elsewhere, most = 0, 0, 0
+    for buffer in reversed(rank_buffers):
+        elsewhere += buffer.num_elements * item
+        most = max(most, elsewhere - missing)
+        missing += buffer.num_padded * (item + gradient_item)
+    return most
 
 
 def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:

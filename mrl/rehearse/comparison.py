@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mrl.config.schema import Config
-from mrl.plan.assumptions import GIB
-from mrl.plan.memory import RESERVE, engine_memory, role_stages, scoring_phase
+from mrl.plan.assumptions import GIB, RESERVE, UNUSED
+from mrl.plan.memory import Item, engine_memory, role_stages, scoring_phase
 from mrl.plan.plan_input import Planned
 from mrl.rehearse.processes import Rehearsed
 from mrl.rehearse.subject import HALF
@@ -62,14 +62,17 @@ def process_of(subject: Planned[Any], done: Rehearsed) -> int:
 
 
 def planned_phases(subject: Planned[Any], role: str, stage: int) -> Mapping[str, int]:
-    """Return the plan's bytes of each phase of a rank, without the memory of the process and of other roles."""
+    """Return the plan's bytes of each phase of a rank, without assumed memory and other roles."""
     at_stage = role_stages(subject, role)[stage]
     held = at_stage.weights.total
-    phases = {scoring_phase(role): held + sum(item.num_bytes for item in at_stage.score)}
+    phases = {f"build {role}": _tensors(at_stage.build()), scoring_phase(role): held + _tensors(at_stage.score)}
     if at_stage.train:
-        phases[f"build {role}"] = sum(item.num_bytes for item in at_stage.build() if item.what != RESERVE)
-        phases[f"train {role}"] = held + sum(item.num_bytes for item in at_stage.train)
+        phases[f"train {role}"] = held + _tensors(at_stage.train)
     if isinstance(subject.config, Config) and role == "actor":
         engine = engine_memory(subject.config, subject.specs[role], subject.hardware)
-        phases["send weights"] = sum(item.num_bytes for item in at_stage.held("parameters")) + engine.bucket_bytes
+        phases["send weights"] = _tensors(at_stage.held("parameters")) + engine.bucket_bytes
     return phases
+
+
+def _tensors(items: Iterable[Item]) -> int:
+    return sum(item.num_bytes for item in items if item.what not in (RESERVE, UNUSED))

@@ -25,7 +25,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(x.contiguous(), weight, torch.empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
@@ -65,11 +65,13 @@ def layer_of(local_layer: Callable[..., ModuleSpec]) -> Callable[..., ModuleSpec
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps its inputs, its output, and one float32 number per head and token. With context parallelism, ranks exchange
-    keys while they compute, and keep only their own."""
+    """Keeps its inputs, its output, and one float32 number per head and token. Values are copied out of the product
+    that they share with queries and keys. With context parallelism, ranks exchange keys while they compute, and keep
+    only their own."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output = torch.empty_like(query)
         ctx.save_for_backward(query, key, value, output, torch.empty(query.shape[:2], dtype=torch.float32))
         return output

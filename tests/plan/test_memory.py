@@ -10,8 +10,9 @@ import pytest
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.models.table import hf_tensors
 from mrl.plan.activations import head_bytes, layer_bytes, stage_activations
+from mrl.plan.assumptions import RESERVE, UNUSED
 from mrl.plan.known_models import model_spec
-from mrl.plan.memory import RESERVE, MemoryPlan, Phase, plan_memory, role_stages
+from mrl.plan.memory import MemoryPlan, Phase, plan_memory, role_stages
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.search import _recomputations, advise
 from mrl.plan.timing import assumed_lengths, plan_time
@@ -112,7 +113,7 @@ def at(subject: PlanInput, role: str) -> str | None:
 def test_recomputation_and_pipelines_change_what_is_kept() -> None:
     def kept(stage: int = 0, num_micro_batches: int = 100, **settings: object) -> float:
         taken = stage_activations(LLAMA_8B, trained(**settings), stage, num_micro_batches, "cpu")
-        return (taken.kept + taken.at_work) / 1000 / 1.05 - backward
+        return (taken.kept + taken.at_work) / 1000 - backward
 
     backward = 2 * (2 * 4096 + 3 * 14336)  # gradients of input, output and MLP, in bfloat16
     layer = layer_bytes(LLAMA_8B, trained(), has_experts=False)
@@ -126,11 +127,17 @@ def test_recomputation_and_pipelines_change_what_is_kept() -> None:
     selective = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     assert kept(megatron=selective) == pytest.approx(32 * layer.total - 31 * 2 * 5 * 14336, rel=1e-6)
     staged = ParallelConfig(pp=4)
-    assert kept(parallel=staged) == kept(), "as many micro-batches as stages, each of a quarter of the layers"
+    sent = 2 * 4096
+    assert kept(parallel=staged) == kept() + 4 * sent, (
+        "as many micro-batches as stages, each of a quarter of the layers"
+    )
     assert kept(stage=3, parallel=staged) == pytest.approx(8 * layer.total, rel=1e-6)
-    assert kept(num_micro_batches=2, parallel=staged) == pytest.approx(16 * layer.total, rel=1e-6)
+    assert kept(num_micro_batches=2, parallel=staged) == pytest.approx(16 * layer.total + 2 * sent, rel=1e-6)
+    freed = {"deallocate_pipeline_outputs": True}
+    assert kept(parallel=staged, megatron=freed) == kept()
     interleaved = ParallelConfig(pp=4, vpp=2)
-    assert kept(parallel=interleaved) == pytest.approx((2 * 3 + 4 + 1) * 4 * layer.total, rel=1e-6)
+    assert kept(parallel=interleaved) == pytest.approx((2 * 3 + 4 + 1) * (4 * layer.total + sent), rel=1e-6)
+    assert kept(stage=3, parallel=interleaved) == pytest.approx(5 * (4 * layer.total + sent / 2), rel=1e-6)
 
 
 def test_backward_in_a_layer_takes_what_a_7b_takes_by_hand() -> None:
@@ -138,25 +145,14 @@ def test_backward_in_a_layer_takes_what_a_7b_takes_by_hand() -> None:
     mlp = {"actor__megatron__recompute_granularity": "selective", "actor__megatron__recompute_modules": "[mlp]"}
     subject = subject_of("grpo-qwen2.5-7b-1n8g", actor__parallel__pp=1, actor__parallel__vpp=1, **mlp)
     taken = stage_activations(subject.specs["actor"], subject.config.actor, 0, 100)
-    tokens, h = 16384 * 1.05, 2 * 3584
+    tokens, h = 16384, 2 * 3584
     attention = (2 * 2 * 3584 + 2 * 2 * 512 + 4 * 28) / 2
     # A layer's input, the output of attention's norm and the input of the MLP, of which each rank has half.
     assert taken.kept == pytest.approx(28 * tokens * (3 * h / 2 + attention), rel=1e-6)
-    again, gradients, gathered = h / 2 + 3 * 18944, 3 * 18944, 3 * h
+    again, gradients, gathered = h / 2 + 3 * 18944, 2 * 18944, 3 * h
     assert taken.at_work == pytest.approx(tokens * (again + gradients + gathered), rel=1e-6)
     on_a_cpu = stage_activations(subject.specs["actor"], subject.config.actor, 0, 100, "cpu")
     assert on_a_cpu.kept - taken.kept == pytest.approx(28 * tokens * h / 2, rel=1e-6), "the MLP's norm is apart there"
-
-
-def test_backward_in_a_layer_of_experts_takes_what_a_235b_takes_by_hand() -> None:
-    """Qwen3-235B-A22B at tp 2, ep 32: h 4096, g 1536, 8 experts a token, of which the busiest rank has 1.25 times as
-    many as the mean. All is made again."""
-    subject = subject_of("grpo-qwen3-235b-a22b-16n8g")
-    spec, model = subject.specs["actor"], subject.config.actor
-    taken, tokens = stage_activations(spec, model, 0, 100), model.max_tokens_per_device * 1.05
-    dispatched = 2 * 8 * 1.25 / 2 * (4096 + 3 * 1536)
-    layer = layer_bytes(spec, model, has_experts=True).total
-    assert taken.at_work == pytest.approx(tokens * (layer + dispatched + 3 * 2 * 4096), rel=1e-6)
 
 
 def test_building_the_optimizer_takes_the_models_own_parameters_once_more() -> None:
@@ -166,14 +162,6 @@ def test_building_the_optimizer_takes_the_models_own_parameters_once_more() -> N
     parameters = size(phase(plan, "train actor"), "actor", "parameters")
     assert actor.num_bytes - size(actor, "actor", RESERVE) == pytest.approx(4 * parameters, rel=1e-4)
     assert size(critic, "actor", "optimizer") > 0, "the actor was built before, and is still there"
-
-
-def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
-    dense = layer_bytes(QWEN_MOE, trained(), has_experts=False)
-    experts = layer_bytes(QWEN_MOE, trained(parallel=ParallelConfig(ep=8)), has_experts=True)
-    assert experts.attention == dense.attention
-    sent = 2 * 8 * 1.25 * (2048 + 6 * 768) + 24 * 8 + 5 * 128
-    assert experts.mlp + experts.expert_activation == pytest.approx(sent)
 
 
 def test_phases_follow_the_hybrid_engine() -> None:
@@ -271,7 +259,8 @@ def test_the_head_counts_on_the_last_stage_alone_where_it_is_larger_than_a_layer
             is_last = role.stage == pp - 1
             for items, backward in ((role.train, True), (role.score, False)):
                 of_head = head_bytes(subject.specs[name], model, head, backward=backward)
-                (largest,) = [item for item in items if item.what != "activations" or not backward]
+                works = [item for item in items if item.what != UNUSED]
+                (largest,) = [item for item in works if item.what != "activations" or not backward]
                 assert largest.num_bytes >= of_head * is_last
                 assert (largest.what == "head") == (is_last and largest.num_bytes == of_head)
 

@@ -8,8 +8,8 @@ import pytest
 
 from mrl.config.arithmetic import role_mesh
 from mrl.models.rollout_table import engine_elements
-from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.memory import RESERVE, engine_memory
+from mrl.plan.assumptions import ASSUMPTIONS, RESERVE
+from mrl.plan.engine_memory import engine_memory
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.timing import Lengths, ReshardTraffic, TimedPhase, plan_time
 from mrl.plan.weights import buffers, stage_weights

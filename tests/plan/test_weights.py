@@ -11,7 +11,7 @@ from mrl.config.arithmetic import make_mesh
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 from mrl.models.table import hf_tensors
 from mrl.plan.known_models import model_spec
-from mrl.plan.weights import Buffer, WeightBytes, _padded_buckets, buffers, stage_weights
+from mrl.plan.weights import Buffer, WeightBytes, _building_bytes, _padded_buckets, buffers, stage_weights
 
 LLAMA, TIED, EXPERTS = model_spec("Llama-3.1-8B"), model_spec("Qwen2.5-0.5B"), model_spec("Qwen3-30B-A3B")
 
@@ -54,6 +54,7 @@ def test_a_rank_holds_parameters_gradients_and_its_share_of_the_optimizer(
         optimizer=buffer.num_padded // 8 * optimizer,
         largest_parameter=128256 * 4096 * parameter,
         checkpoint=buffer.num_padded // 8 * 12,
+        building=elements * parameter,
     )
     assert held.total == held.parameters + held.gradients + held.optimizer
 
@@ -62,7 +63,21 @@ def test_a_frozen_model_has_parameters_alone() -> None:
     frozen = MegatronModelConfig(max_tokens_per_device=1000)
     elements = sum(math.prod(shape) for shape in hf_tensors(LLAMA, "score").values())
     held = stage_weights(LLAMA, frozen, make_mesh(frozen.parallel, 4), "score", 0)
-    assert held == WeightBytes(elements * 2, 0, 0, 0, 0)
+    assert held == WeightBytes(elements * 2, 0, 0, 0, 0, building=elements * 2)
+
+
+def test_buffers_are_made_one_after_the_other_while_later_parameters_are_elsewhere() -> None:
+    model = trained(parallel=ParallelConfig(tp=2, ep=4))
+    mesh = make_mesh(model.parallel, 16)
+    dense, experts = buffers(EXPERTS, model, mesh, "lm", 0)
+    assert experts.num_elements > dense.num_elements, "the second buffer is the fullest moment"
+    assert stage_weights(EXPERTS, model, mesh, "lm", 0).building == experts.num_elements * 2
+    more_dense = [Buffer(1000, 1000, 1), Buffer(100, 100, 1)]
+    assert _building_bytes(more_dense, 2, 4) == 1100 * 2 - 100 * 6, "before the second buffer exists"
+    alone = trained()
+    (buffer,) = buffers(LLAMA, alone, make_mesh(alone.parallel, 1), "lm", 0)
+    weights = stage_weights(LLAMA, alone, make_mesh(alone.parallel, 1), "lm", 0)
+    assert weights.building == buffer.num_elements * 4, "then come the optimizer's float32 weights"
 
 
 def test_the_experts_of_a_rank_are_owned_by_those_that_hold_them() -> None:

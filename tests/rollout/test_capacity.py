@@ -13,8 +13,8 @@ from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.hardware import hardware
 from mrl.config.resolved.load import load_config
 from mrl.models.families import read_spec
+from mrl.plan.engine_memory import engine_memory
 from mrl.plan.known_models import model_spec
-from mrl.plan.memory import engine_memory
 from mrl.rollout.capacity import EngineCapacity, EngineDemand, engine_capacity, engine_share
 from mrl.rollout.engine import EngineSettings, RolloutEngine
 from mrl.rollout.scheduler import MAX_IN_FLIGHT

@@ -1,0 +1,78 @@
+"""Memory of one device of an engine: weights, work space, cache, and the buckets in which weights arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mrl.config.arithmetic import longest_sample_tokens, num_engines
+from mrl.config.hardware import Hardware
+from mrl.config.schema import Config
+from mrl.errors import PlacementError
+from mrl.models.rollout_table import EngineSizes, engine_elements
+from mrl.models.spec import ModelSpec
+from mrl.plan.assumptions import ASSUMPTIONS, RESERVE
+from mrl.rollout.capacity import engine_capacity, planned_demand
+
+_SLOT_SHARE = 0.75  # share of the memory of two buckets, as the reshard divides it
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one device of an engine."""
+
+    parts: tuple[tuple[str, int, str], ...]
+    """(name, bytes, origin) of each part."""
+    cache_bytes: int
+    token_bytes: int
+    """Bytes of the keys and values of one token on one device."""
+    sample_bytes: int
+    """Bytes of a sample of full length."""
+    max_sequences: int
+    """Sequences that vLLM runs at a time."""
+    max_tokens: int
+    """Tokens that vLLM computes in one step."""
+    bucket_bytes: int
+    """Bytes on both sides while weights arrive."""
+    count_bytes: int
+    """Bytes of the token counts that the sampler keeps for penalties, in the memory pool of the weights."""
+
+    @property
+    def cache_tokens(self) -> int:
+        return max(0, self.cache_bytes) // self.token_bytes
+
+    @property
+    def full_samples(self) -> int:
+        """Return the samples of full length that an engine can process at a time."""
+        return min(max(0, self.cache_bytes) // self.sample_bytes, self.max_sequences)
+
+
+def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> EngineMemory:
+    """Return the memory that vLLM needs, and what remains for its cache."""
+    rollout, options = config.rollout, config.rollout.vllm
+    EngineSizes(rollout.tp).check(spec)
+    if num_engines(config) < 1:
+        raise PlacementError(f"no engine with {rollout.tp} devices fits on its devices")
+    demand = planned_demand(config, spec, hardware.memory_bytes)
+    capacity, item, reserve = engine_capacity(demand), demand.item_bytes, ASSUMPTIONS.engine_reserve_bytes
+    sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
+    elements, largest = engine_elements(spec, rollout.tp)
+    held = f"{elements:,} elements of a worker at tp {rollout.tp}, {item} bytes each"
+    work = demand.work_bytes(sequences, tokens)
+    cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"
+    if options.get("kv_cache_memory_bytes") is None:
+        origin = f"gpu_memory_utilization {demand.utilization:g} of the device, less the above"
+    return EngineMemory(
+        parts=(
+            ("weights", demand.weight_bytes, held),
+            ("work space", work, f"{tokens} tokens of a prefill, three copies of the logits of {sequences} sequences"),
+            (RESERVE, reserve, "assumed, for an engine's process, including captured graphs"),
+            ("cache", max(0, cache), origin),
+        ),
+        cache_bytes=cache,
+        token_bytes=demand.token_bytes,
+        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout),
+        max_sequences=sequences,
+        max_tokens=tokens,
+        bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest * item / _SLOT_SHARE)),
+        count_bytes=sequences * spec.vocab * 4,
+    )
