@@ -8,6 +8,7 @@ Megatron's fused activation, which torch's compiler fuses on GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,9 @@ def layer_of(local_layer: Callable[..., ModuleSpec]) -> Callable[..., ModuleSpec
         layer = local_layer(config, routed)
         if not routed:
             layer.submodules.pre_mlp_layernorm = IdentityOp
-            layer.submodules.mlp.submodules.linear_fc1 = NormedColumnParallelLinear
+            mlp = layer.submodules.mlp  # a function with arguments since Megatron 0.19
+            parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+            parts.linear_fc1 = NormedColumnParallelLinear
         return layer
 
     return made
