@@ -1,4 +1,4 @@
-"""`mrl rehearse`: run the training code of each kind of rank at full size, without GPUs, and measure its memory."""
+"""`mrl rehearse`: run the training code of each kind of rank at full size, without GPUs, and build vLLM's ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mrl.cli.arguments import add_config, aligned, load_one, split_arguments
+from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem, did_you_mean
 from mrl.plan.assumptions import GIB
 from mrl.plan.memory import gib, role_stages
@@ -25,13 +26,13 @@ _DOES_NOT_FIT = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--role", help="rehearse only this role")
+    parser.add_argument("--role", help="rehearse only this role; `rollout`: an engine")
     parser.add_argument(
         "--ranks",
         type=int,
         nargs="+",
         metavar="RANK",
-        help="rehearse only the kinds of these ranks; default: all kinds",
+        help="rehearse only the kinds of these trainer ranks; default: all kinds, and an engine",
     )
     parser.add_argument(
         "--model", help="model whose sizes to use: a directory, or a published model; default: model.path"
@@ -46,25 +47,37 @@ def run(arguments: argparse.Namespace) -> int:
     subject = make_plan_input(resolved, None, arguments.model)
     # Import late: a wrong configuration fails before torch and Megatron load.
     from mrl.rehearse.comparison import compared
-    from mrl.rehearse.processes import rehearse
+    from mrl.rehearse.engine_weights import ENGINE_ROLE
+    from mrl.rehearse.processes import rehearse, rehearse_engine
     from mrl.rehearse.rank_kinds import rank_kinds
 
-    roles = _roles(subject, arguments.role)
-    kinds = [kind for role in roles for kind in rank_kinds(subject.config, role, subject.specs[role])]
+    roles = _roles(subject, arguments.role, ENGINE_ROLE)
+    trained = [role for role in roles if role != ENGINE_ROLE]
+    kinds = [kind for role in trained for kind in rank_kinds(subject.config, role, subject.specs[role])]
     if arguments.ranks:
         kinds = [kind for kind in kinds if set(arguments.ranks) & set(kind.ranks)]
     show = _silent if arguments.json == "-" else _show
-    show(f"{resolved.path}: {len(kinds)} kinds of ranks, at full size on this machine's CPU")
+    has_engine = ENGINE_ROLE in roles and (arguments.role == ENGINE_ROLE or not arguments.ranks)
+    counts = f"{len(kinds)} kinds of ranks" + " and an engine" * has_engine
+    show(f"{resolved.path}: {counts}, at full size on this machine's CPU")
     fits, listed = True, []
     for done in rehearse(kinds, [path, *overrides], arguments.model, _progress):
         rows = list(compared(subject, done.kind.role, done.kind.stages[0], done.phases))
         show("\n".join(["", *_lines(done, rows)]))
         listed.append(_values(done, rows))
         fits &= _fits(subject, done)
+    if has_engine:
+        _progress(ENGINE_ROLE)
+        engine = rehearse_engine(subject.config, [path, *overrides], arguments.model)
+        show("\n".join(["", *engine.lines()]))
+        listed.append({"role": ENGINE_ROLE} | dataclasses.asdict(engine))
     if arguments.json:
         text = json.dumps(listed, indent=1)
         print(text) if arguments.json == "-" else _write(arguments.json, text)
-    show("\n" + _verdict(subject, fits))
+    if kinds:
+        show("\n" + _verdict(subject, fits))
+    if has_engine:
+        engine.check()
     return 0 if fits else _DOES_NOT_FIT
 
 
@@ -76,8 +89,8 @@ def _silent(text: str) -> None:
     """Keep the output for the figures."""
 
 
-def _roles(subject: Planned[Any], role: str | None) -> list[str]:
-    roles = list(subject.specs)
+def _roles(subject: Planned[Any], role: str | None, engine: str) -> list[str]:
+    roles = [*subject.specs, *([engine] if isinstance(subject.config, Config) else [])]
     if role is None:
         return roles
     if role not in roles:

@@ -1,6 +1,7 @@
-"""The process of one rank: `python -m mrl.rehearse.child ROLE RANK MODEL CONFIG [KEY=VALUE ...]`.
+"""The process of one rank, or of an engine: `python -m mrl.rehearse.child ROLE RANK MODEL CONFIG [KEY=VALUE ...]`.
 
-MODEL is empty if the configuration's own models have known sizes. The process prints its report as one line of JSON. An
+MODEL is empty if the configuration's own models have known sizes. With the role `rollout`, the process rehearses all
+ranks of an engine. The process prints its report as one line of JSON. An
 error of the rehearsed code is a line as well, with the place that raised it.
 """
 
@@ -16,6 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from mrl.engine.cpu_shim import import_megatron
+from mrl.rehearse.engine_weights import ENGINE_ROLE
+from mrl.rehearse.subject import rehearsal_subject
 
 _INNER = ("site-packages/torch/", "mrl/rehearse/")
 """Files whose lines are not shown: they only carry out what was called."""
@@ -24,11 +27,16 @@ _INNER = ("site-packages/torch/", "mrl/rehearse/")
 def main(arguments: Sequence[str]) -> None:
     role, rank, model, path, *overrides = arguments
     warnings.simplefilter("ignore")  # the parent's output is the rehearsal's
+    subject = rehearsal_subject(path, overrides, model or None)
+    # Import late: an engine does without Megatron, and the ranks of training do without vLLM.
+    if role == ENGINE_ROLE:
+        from mrl.rehearse.vllm_ranks import rehearse_engine
+
+        _answer(asdict(rehearse_engine(subject.config, model or subject.config.model_of("actor")[1])))
+        return
     import_megatron()
     from mrl.rehearse.rank import rehearse_rank
-    from mrl.rehearse.subject import rehearsal_subject
 
-    subject = rehearsal_subject(path, overrides, model or None)
     _answer(asdict(rehearse_rank(subject, role, int(rank))))
 
 
