@@ -42,7 +42,7 @@ LIBRARY_HOMES: dict[str, str | tuple[str, ...]] = {
     "pyarrow": "data",
     "megatron": ("engine", "rehearse"),
     "transformer_engine": "engine",
-    "vllm": ("rollout", "weight_sync"),
+    "vllm": ("rollout", "weight_sync", "rehearse"),
     "huggingface_hub": "hub",
     "httpx": "hub",
 }

@@ -92,7 +92,7 @@ BAD = [
     ("mrl/__init__.py", "from mrl.errors import MrlError", "imports nothing of mrl"),
     # homes of libraries
     ("mrl/rewards/a.py", "import pyarrow.parquet", "only data imports pyarrow"),
-    ("mrl/engine/a.py", "def f():\n    import vllm", "only rollout and weight_sync import vllm"),
+    ("mrl/engine/a.py", "def f():\n    import vllm", "only rollout and weight_sync and rehearse import vllm"),
     ("mrl/cli/a.py", "def f():\n    import torch.cuda", "cli does without torch"),
     ("mrl/algos/a.py", "import numpy as np", "algos imports torch alone, not numpy"),
     ("mrl/engine/a.py", "def f():\n    from mrl.errors import MrlError", "lazy import of mrl.errors.MrlError"),

@@ -1,4 +1,4 @@
-"""`mrl rehearse`: run the training code of each kind of rank at full size, without GPUs, and measure its memory."""
+"""`mrl rehearse`: run the training code of each kind of rank at full size, without GPUs, and build vLLM's ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mrl.cli.arguments import add_config, aligned, load_one, split_arguments
+from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem, did_you_mean
 from mrl.plan.assumptions import GIB
 from mrl.plan.memory import gib
@@ -26,13 +27,13 @@ _DOES_NOT_FIT = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
-    parser.add_argument("--role", help="rehearse only this role")
+    parser.add_argument("--role", help="rehearse only this role; `rollout`: an engine")
     parser.add_argument(
         "--ranks",
         type=int,
         nargs="+",
         metavar="RANK",
-        help="rehearse only the kinds of these ranks; default: all kinds",
+        help="rehearse only the kinds of these trainer ranks; default: all kinds, and an engine",
     )
     parser.add_argument(
         "--phase", metavar="NAME", nargs="+", help="show only these phases, with what is largest in each"
@@ -62,17 +63,23 @@ def run(arguments: argparse.Namespace) -> int:
     subject = make_plan_input(resolved, None, arguments.model)
     # Import late: a wrong configuration fails before torch and Megatron load.
     from mrl.rehearse.comparison import compared, largest_budget
-    from mrl.rehearse.processes import rehearse
+    from mrl.rehearse.engine_weights import ENGINE_ROLE
+    from mrl.rehearse.processes import rehearse, rehearse_engine
     from mrl.rehearse.rank_kinds import rank_kinds
     from mrl.rehearse.subject import Request
 
-    roles = _roles(subject, arguments.role)
-    kinds = [kind for role in roles for kind in rank_kinds(subject.config, role, subject.specs[role])]
+    roles = _roles(subject, arguments.role, ENGINE_ROLE)
+    trained = [role for role in roles if role != ENGINE_ROLE]
+    kinds = [kind for role in trained for kind in rank_kinds(subject.config, role, subject.specs[role])]
     if arguments.ranks:
         kinds = [kind for kind in kinds if set(arguments.ranks) & set(kind.ranks)]
     request = Request(path, overrides, "", 0, arguments.model, arguments.lengths, arguments.routing, arguments.headroom)
     show = _silent if arguments.json == "-" else _show
-    show(f"{resolved.path}: {len(kinds)} kinds of ranks, at full size on this machine's CPU")
+    has_engine = ENGINE_ROLE in roles and (
+        arguments.role == ENGINE_ROLE or not (arguments.ranks or arguments.phase or arguments.lengths)
+    )
+    counts = f"{len(kinds)} kinds of ranks" + " and an engine" * has_engine
+    show(f"{resolved.path}: {counts}, at full size on this machine's CPU")
     fits, listed = True, []
     budgets: dict[str, int] = {}
     for done in rehearse(kinds, request, _progress):
@@ -82,15 +89,23 @@ def run(arguments: argparse.Namespace) -> int:
         fits &= _fits(subject, done)
         if (budget := largest_budget(subject, done)) is not None:
             budgets[done.kind.role] = min(budget, budgets.get(done.kind.role, budget))
+    if has_engine:
+        _progress(ENGINE_ROLE)
+        engine = rehearse_engine(subject.config, request)
+        show("\n".join(["", *engine.lines()]))
+        listed.append({"role": ENGINE_ROLE} | dataclasses.asdict(engine))
     if arguments.json:
         text = json.dumps(listed, indent=1)
         print(text) if arguments.json == "-" else _write(arguments.json, text)
     for role, budget in budgets.items():
         now = subject.config.model_roles()[role].max_tokens_per_device
         show(f"\n`{role}.max_tokens_per_device` may be about {budget:,}; it is {now:,}.")
+    if kinds:
+        show("\n" + _verdict(subject, fits))
+    if has_engine:
+        engine.check()
     if not (arguments.role or arguments.ranks or arguments.model):
         remember(resolved.config)
-    show("\n" + _verdict(subject, fits))
     return 0 if fits else _DOES_NOT_FIT
 
 
@@ -102,8 +117,8 @@ def _silent(text: str) -> None:
     """Keep the output for the figures."""
 
 
-def _roles(subject: Planned[Any], role: str | None) -> list[str]:
-    roles = list(subject.specs)
+def _roles(subject: Planned[Any], role: str | None, engine: str) -> list[str]:
+    roles = [*subject.specs, *([engine] if isinstance(subject.config, Config) else [])]
     if role is None:
         return roles
     if role not in roles:

@@ -1,7 +1,7 @@
-"""The process of one rank: `python -m mrl.rehearse.child REQUEST`, with the request as JSON.
+"""The process of one rank, or of an engine: `python -m mrl.rehearse.child REQUEST`, with the request as JSON.
 
-It prints its report as one line of JSON. An error of the rehearsed code is a line as well, with the place that raised
-it.
+With the role `rollout`, the process rehearses all ranks of an engine. It prints its report as one line of JSON. An
+error of the rehearsed code is a line as well, with the place that raised it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from mrl.engine.cpu_shim import import_megatron
+from mrl.rehearse.engine_weights import ENGINE_ROLE
 from mrl.rehearse.subject import Request
 
 _INNER = ("site-packages/torch/", "mrl/rehearse/")
@@ -24,6 +25,13 @@ _INNER = ("site-packages/torch/", "mrl/rehearse/")
 
 def main(request: Request) -> None:
     warnings.simplefilter("ignore")  # the parent's output is the rehearsal's
+    # Import late: an engine does without Megatron, and the ranks of training do without vLLM.
+    if request.role == ENGINE_ROLE:
+        from mrl.rehearse.vllm_ranks import rehearse_engine
+
+        config = request.subject().config
+        _answer(asdict(rehearse_engine(config, request.model or config.model_of("actor")[1])))
+        return
     import_megatron()
     from mrl.rehearse.rank import rehearse_rank
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from mrl.config.schema import Config
 from mrl.plan.assumptions import GIB, RESERVE, UNUSED
-from mrl.plan.memory import Item, engine_memory, role_stages, scoring_phase
+from mrl.plan.engine_memory import engine_memory
+from mrl.plan.memory import Item, role_stages, scoring_phase
 from mrl.plan.plan_input import Planned
 from mrl.rehearse.processes import Rehearsed
 from mrl.rehearse.subject import HALF

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mrl.errors import ModelError
-from mrl.models.families import read_spec
+from mrl.models.families import FAMILIES, read_spec
 from mrl.models.regions import Region
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard, hf_tensors
@@ -20,7 +20,10 @@ from mrl.plan.known_models import model_values
 def write_config(model: str, directory: Path) -> Path:
     """Write the config.json of a model, from its files or of a published model, and return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(dict(model_values(model))), encoding="utf-8")
+    values = model_values(model)
+    architecture = FAMILIES[values["model_type"]].architecture("lm")  # sizes of published models come without it
+    text = json.dumps({"architectures": [architecture], **values})
+    (directory / "config.json").write_text(text, encoding="utf-8")
     return directory
 
 

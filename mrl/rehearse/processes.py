@@ -1,7 +1,8 @@
-"""Runs the rehearsals of several ranks in processes side by side."""
+"""Runs the rehearsals of several ranks in processes side by side, and that of an engine in one process."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -11,16 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mrl.errors import MrlError
+from mrl.config.schema import Config
+from mrl.rehearse.engine_weights import ENGINE_ROLE, EngineRanks, EngineReport, ParameterDifference, RehearsalError
 from mrl.rehearse.rank_kinds import RankKind
 from mrl.rehearse.subject import Request
 from mrl.rehearse.timeline import Maker, PhaseMemory
 
 LIMIT_S = 900.0
-
-
-class RehearsalError(MrlError):
-    """The rehearsed code failed on a rank."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,26 @@ def rehearse(kinds: Sequence[RankKind], request: Request, started: Callable[[Ran
         yield from threads.map(run, kinds)
 
 
+def rehearse_engine(config: Config, request: Request) -> EngineReport:
+    """Return the rehearsal of the ranks of an engine, or the reason why it is not possible."""
+    if config.rollout.engine != "vllm":
+        return EngineReport(
+            "", (), f"`rollout.engine` is {config.rollout.engine}: only vLLM's engines are rehearsed", 0.0
+        )
+    if importlib.util.find_spec("vllm") is None:
+        return EngineReport("", (), "vLLM is not installed", 0.0)
+    report = _answer(replace(request, role=ENGINE_ROLE), ENGINE_ROLE)
+    kinds = tuple(map(_engine_ranks, report["kinds"]))
+    return EngineReport(**report | {"kinds": kinds})
+
+
 def _run(kind: RankKind, request: Request) -> Rehearsed:
+    report = _answer(request, str(kind))
+    return Rehearsed(kind, **report | {"phases": tuple(map(_phase, report["phases"]))})
+
+
+def _answer(request: Request, where: str) -> dict[str, Any]:
+    """Return the report of a process."""
     # No GPU is used, even if there is one: the code of a CPU makes tensors that torch can fake without a driver.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
@@ -61,12 +78,17 @@ def _run(kind: RankKind, request: Request) -> Rehearsed:
     )
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        raise RehearsalError(f"the process ended with status {ran.returncode}: {ran.stderr[-500:]}", where=str(kind))
+        raise RehearsalError(f"the process ended with status {ran.returncode}: {ran.stderr[-500:]}", where=where)
     report: dict[str, Any] = json.loads(lines[-1])
     if "error" in report:
         what = f"{report['error']}\n  at {report['place']}: {report['code']}"
-        raise RehearsalError(what, where=str(kind))
-    return Rehearsed(kind, **report | {"phases": tuple(map(_phase, report["phases"]))})
+        raise RehearsalError(what, where=where)
+    return report
+
+
+def _engine_ranks(values: dict[str, Any]) -> EngineRanks:
+    found = tuple(ParameterDifference(**difference) for difference in values["differences"])
+    return EngineRanks(**values | {"ranks": tuple(values["ranks"]), "differences": found})
 
 
 def _phase(values: dict[str, Any]) -> PhaseMemory:

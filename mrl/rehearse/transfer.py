@@ -27,9 +27,8 @@ def route_of(config: Config, spec: ModelSpec) -> WeightSyncSpec:
     first = num_trainers if has_own_rollout_pool(config) else 0
     hosts = range(first, first + num_engines(config) * tp)
     nodes = tuple(rank // config.cluster.devices_per_node for rank in range(max(num_trainers, hosts.stop)))
-    whole_experts = bool(spec.moe and config.rollout.vllm.get("enable_expert_parallel", False))
     return WeightSyncSpec(
-        layout=RolloutLayout(EngineSizes(tp, ep=tp if whole_experts else 1), tuple(hosts), nodes),
+        layout=RolloutLayout(EngineSizes.of(config.rollout, spec), tuple(hosts), nodes),
         sockets=(Path("engine"),) * len(hosts),
         dtype=config.rollout.vllm.get("dtype", config.actor.dtype),
         trained_dtype=config.actor.dtype,

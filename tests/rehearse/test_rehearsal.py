@@ -89,6 +89,7 @@ def test_a_mixture_holds_nothing_between_its_updates(tmp_path: Path) -> None:
         *("cluster.devices_per_node=2", "placement.pools.all=2", "batch.samples_per_update=64"),
         *("actor.parallel={ep: 2}", f"actor.megatron={recompute}", "actor.max_tokens_per_device=2048"),
         *("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64"),
+        *("--role", "actor"),
     )
     train = next(phase for phase in kind["phases"] if phase["name"] == "train actor")
     assert train["after"] == pytest.approx(train["before"], rel=0.01)

@@ -1,0 +1,99 @@
+"""Builds vLLM's own model on each rank of an engine, without memory, and compares it with the reshard's plan.
+
+vLLM makes its groups in torch's fake world and builds its model from its own classes: floating-point tensors have a
+shape only, and integers, such as maps of experts, are real. Then its own loader copies Hugging Face tensors without
+contents into the parameters. The places of these copies show what each parameter consists of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch.nn import Module
+from vllm.engine.arg_utils import EngineArgs
+
+from mrl.config.arithmetic import longest_sample_tokens
+from mrl.config.schema import Config
+from mrl.dtypes import dtype_name, torch_dtype
+from mrl.models.families import FAMILIES, read_spec
+from mrl.models.table import hf_tensors
+from mrl.rehearse.engine_weights import EngineRanks, EngineReport, ParameterDifference, PlannedWeights, differences
+from mrl.rehearse.model_files import write_config
+from mrl.rehearse.vllm_world import build, engine_rank, load
+from mrl.rollout.capacity import engine_share
+from mrl.rollout.engine import EngineSettings
+from mrl.rollout.vllm_engine import engine_arguments
+from mrl.weight_sync.vllm_parameters import full_tensor_reason
+
+_REFUSALS = (ImportError, NotImplementedError, RuntimeError, ValueError)
+"""Errors of vLLM's CPU build for settings of GPUs, and of code that reads values of tensors without contents."""
+
+
+def rehearse_engine(config: Config, model: str) -> EngineReport:
+    """Build every rank of an engine, and compare its parameters with the plan."""
+    began = time.monotonic()
+    with TemporaryDirectory(prefix="mrl-rehearse-") as directory:
+        settings = _settings(config, write_config(model, Path(directory)))
+        spec, dtype = read_spec(settings.model), torch_dtype(settings.dtype)
+        planned = PlannedWeights(config, spec, settings.dtype)
+        name, reason, ranks = FAMILIES[spec.family].architecture("lm"), "", []
+        for rank in range(settings.tp):
+            with ExitStack() as stack:
+                try:
+                    vllm_config = EngineArgs(**engine_arguments(settings)).create_engine_config()
+                    stack.enter_context(engine_rank(vllm_config, rank))
+                    built = build(vllm_config)
+                except _REFUSALS as error:
+                    reason = f"{name} cannot be built on a CPU as rank {rank}: {type(error).__name__}: {error}"
+                    break
+                name, found = type(built).__name__, list(_wrong_dtypes(rank, built, dtype))
+                if reason := full_tensor_reason(built):
+                    reason = f"{name} takes whole tensors, which only vLLM's loader can divide: {reason}"
+                else:
+                    found += differences(rank, planned.of(rank), load(built, hf_tensors(spec, "lm"), dtype))
+                ranks.append(_figures(rank, built, found))
+    return EngineReport(name, tuple(_kinds(ranks)), reason, time.monotonic() - began)
+
+
+def _settings(config: Config, model: Path) -> EngineSettings:
+    """Return the settings of a run's engines, for vLLM on a CPU."""
+    rollout = config.rollout
+    return EngineSettings(
+        model=model,
+        dtype=rollout.vllm.get("dtype", config.actor.dtype),
+        device="cpu",
+        max_tokens=longest_sample_tokens(rollout),
+        vocab=read_spec(model).vocab,
+        sockets=model,
+        replica="",
+        tp=rollout.tp,
+        share=engine_share(config),
+        vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
+    )
+
+
+def _wrong_dtypes(rank: int, model: Module, dtype: torch.dtype) -> Iterator[ParameterDifference]:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != dtype:
+            yield ParameterDifference(rank, name, dtype_name(dtype), dtype_name(parameter.dtype))
+
+
+def _figures(rank: int, model: Module, found: Iterable[ParameterDifference]) -> EngineRanks:
+    parameters = [*model.parameters()]
+    return EngineRanks((rank,), len(parameters), sum(parameter.nbytes for parameter in parameters), tuple(found))
+
+
+def _kinds(ranks: Iterable[EngineRanks]) -> Iterator[EngineRanks]:
+    """Yield ranks with the same figures together."""
+    kinds: dict[tuple[int, int], list[EngineRanks]] = {}
+    for one in ranks:
+        kinds.setdefault((one.num_parameters, one.num_bytes), []).append(one)
+    for (num_parameters, num_bytes), same in kinds.items():
+        numbers = tuple(rank for one in same for rank in one.ranks)
+        found = tuple(difference for one in same for difference in one.differences)
+        yield EngineRanks(numbers, num_parameters, num_bytes, found)
