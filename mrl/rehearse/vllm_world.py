@@ -48,7 +48,7 @@ def engine_rank(config: VllmConfig, rank: int) -> Iterator[None]:
 
 def build(config: VllmConfig) -> Module:
     """Return vLLM's model of this rank. Its parameters have shapes, but no memory."""
-    with set_default_torch_dtype(config.model_config.dtype), _WithoutFloats():
+    with set_default_torch_dtype(config.model_config.dtype), _WithoutFloats():  # type: ignore[no-untyped-call]
         model: Module = initialize_model(vllm_config=config)
         return model
 
@@ -78,12 +78,12 @@ def _without_connections(group_ranks: list[list[int]], local_rank: int, backend:
     )
 
 
-class _WithoutFloats(TorchDispatchMode):
+class _WithoutFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Makes floating-point tensors on torch's meta device, and all others for real."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's compiler is off; skipping it takes a third of the time
+        return False  # torch's compiler is off; skipping it takes time at every operation
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -96,11 +96,11 @@ class _WithoutFloats(TorchDispatchMode):
         return func(*args, **options)
 
 
-class _Copies(TorchDispatchMode):
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which slices of files are copied to which places of parameters, and where zeros are written."""
 
     def __init__(self, files: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.pieces: dict[str, list[Piece]] = defaultdict(list)
         self.zeros: dict[str, list[Region]] = defaultdict(list)
         self._files, self._parameters = (
@@ -110,7 +110,7 @@ class _Copies(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's compiler is off; skipping it takes a third of the time
+        return False  # torch's compiler is off; skipping it takes time at every operation
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -149,6 +149,6 @@ def _slice(view: Tensor, known: Mapping[int, tuple[str, Shape]]) -> tuple[str, R
         for size, stride, step in zip(matrix.shape, matrix.stride(), (columns, 1), strict=True)
     ):
         return None
-    row, column = divmod(view.storage_offset(), columns)
+    row, column = divmod(int(view.storage_offset()), columns)
     rows = (row, row + matrix.shape[0])
     return name, (rows,) if len(shape) == 1 else (rows, (column, column + width))

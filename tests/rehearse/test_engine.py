@@ -143,6 +143,19 @@ def test_the_reader_sees_ranks_differences_and_what_was_not_compared() -> None:
     assert "rollout: not compared: it is stored by Fp8" in list(report(not_compared="it is stored by Fp8").lines())
 
 
+def test_a_difference_ends_the_verb_with_an_error_after_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = report(ParameterDifference(1, DOWN, "shape [2, 3]", "shape [3, 2]"))
+    monkeypatch.setattr("mrl.rehearse.processes.rehearse_engine", lambda *_: wrong)
+    figures = tmp_path / "figures.json"
+    arguments = [str(CONFIGS / "grpo-qwen2.5-0.5b-1n1g.yaml"), "--role", "rollout", "--json", str(figures)]
+    assert main(["rehearse", *arguments]) == 1
+    assert f"rank 1, {DOWN}: the plan has shape [2, 3]" in capsys.readouterr().err
+    (engine,) = json.loads(figures.read_text())
+    assert engine["kinds"][0]["differences"][0]["vllm"] == "shape [3, 2]"
+
+
 def test_another_engine_is_named_and_not_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [str(CONFIGS / "grpo-qwen2.5-0.5b-1n1g.yaml"), "rollout.engine=transformers", "--role", "rollout"]
     assert main(["rehearse", *arguments]) == 0
