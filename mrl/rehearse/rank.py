@@ -61,7 +61,7 @@ def rehearse_rank(request: Request) -> RankReport:
     """Rehearse one rank of a role with full micro-batches."""
     began, subject, role, rank = time.monotonic(), request.subject(), request.role, request.rank
     with TemporaryDirectory(prefix="mrl-rehearse-") as directory, ExitStack() as stack:
-        config = without_unknown_kernels(_with_sizes_only(subject, Path(directory))).config
+        config = without_unknown_kernels(_with_sizes_only(subject, request.model, Path(directory))).config
         mesh = role_mesh(config, role)
         timeline = MemoryTimeline()
         stack.enter_context(fake_world(rank, mesh.world_size, timeline.observe))
@@ -176,12 +176,12 @@ def _worker(config: AnyConfig, role: str, place: RankInfo) -> ModelWorker:
     return worker
 
 
-def _with_sizes_only(subject: Planned[Any], directory: Path) -> Planned[Any]:
-    """Return the subject with models of which only the config.json exists."""
+def _with_sizes_only(subject: Planned[Any], model: str | None, directory: Path) -> Planned[Any]:
+    """Return the subject with models of which only the config.json exists. `model` replaces each, as in the plan."""
     models = {}
     for role in subject.config.model_roles():
-        key, model = subject.config.model_of(role)
-        models[key] = str(model_files.write_config(model, directory / key))
+        key, own = subject.config.model_of(role)
+        models[key] = str(model_files.write_config(model or own, directory / key))
     return subject.with_changes_unchecked(models)
 
 

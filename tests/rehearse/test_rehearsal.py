@@ -134,6 +134,12 @@ def test_operations_are_the_models_and_the_budget_found_is_the_largest(
     assert 0.96 * memory_bytes < peak <= memory_bytes
 
 
+def test_the_sizes_of_another_model_are_rehearsed(tmp_path: Path) -> None:
+    larger = ("--model", "Qwen2.5-1.5B", "actor.max_tokens_per_device=2048")
+    (kind,) = rehearsed(tmp_path, SMALL, "--role", "actor", *larger)
+    assert 1.54e9 < kind["num_parameters"] < 1.55e9
+
+
 def test_an_unknown_role_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", str(CONFIGS / "grpo-qwen2.5-7b-1n8g.yaml"), "--role", "critik"]) == 2
     assert "its roles are actor" in capsys.readouterr().err
