@@ -88,17 +88,21 @@ class EngineReport:
             )
 
 
+def rollout_layout(config: Config, spec: ModelSpec) -> RolloutLayout:
+    """Return the engines of a run, on the actor's devices or on devices after them, filled node by node."""
+    num_trainers = role_mesh(config, "actor").world_size
+    first = num_trainers if has_own_rollout_pool(config) else 0
+    hosts = range(first, first + num_engines(config) * config.rollout.tp)
+    nodes = tuple(rank // config.cluster.devices_per_node for rank in range(max(num_trainers, hosts.stop)))
+    return RolloutLayout(EngineSizes.of(config.rollout, spec), tuple(hosts), nodes)
+
+
 class PlannedWeights:
     """The weights that the reshard of a configuration brings to the workers of its first engine."""
 
     def __init__(self, config: Config, spec: ModelSpec, dtype: str) -> None:
         mesh = role_mesh(config, "actor")
-        first = mesh.world_size if has_own_rollout_pool(config) else 0
-        hosts = tuple(range(first, first + num_engines(config) * config.rollout.tp))
-        num_ranks = max(mesh.world_size, hosts[-1] + 1)
-        nodes = tuple(rank // config.cluster.devices_per_node for rank in range(num_ranks))
-        layout = RolloutLayout(EngineSizes.of(config.rollout, spec), hosts, nodes)
-        self._planner = ReshardPlanner(spec, config.actor.parallel, mesh, layout)
+        self._planner = ReshardPlanner(spec, config.actor.parallel, mesh, rollout_layout(config, spec))
         self._sizes = BucketSizes(config.sync.bucket_bytes, ITEM_BYTES[dtype], ALIGNMENT_BYTES)
         self._held = cache(self._pieces_held)
 

@@ -10,26 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_mesh
 from mrl.config.schema import Config
-from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
+from mrl.rehearse.engine_weights import rollout_layout
 from mrl.rehearse.stand_ins import Replaced
 from mrl.weight_sync import resharder
 from mrl.weight_sync.ipc import NUM_SLOTS, SharedBuffer
-from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import WeightSyncSpec
 
 
 def route_of(config: Config, spec: ModelSpec) -> WeightSyncSpec:
-    """Return the transfer of a run: engines on the actor's devices, or on devices after them."""
-    num_trainers, tp = role_mesh(config, "actor").world_size, config.rollout.tp
-    first = num_trainers if has_own_rollout_pool(config) else 0
-    hosts = range(first, first + num_engines(config) * tp)
-    nodes = tuple(rank // config.cluster.devices_per_node for rank in range(max(num_trainers, hosts.stop)))
+    """Return the transfer of a run to its engines."""
+    layout = rollout_layout(config, spec)
     return WeightSyncSpec(
-        layout=RolloutLayout(EngineSizes.of(config.rollout, spec), tuple(hosts), nodes),
-        sockets=(Path("engine"),) * len(hosts),
+        layout=layout,
+        sockets=(Path("engine"),) * len(layout.hosts),
         dtype=config.rollout.vllm.get("dtype", config.actor.dtype),
         trained_dtype=config.actor.dtype,
         bucket_bytes=config.sync.bucket_bytes,
