@@ -149,15 +149,10 @@ def _forget_last_micro_batch(models: Sequence[TokenModel]) -> None:
     memory.
 
     * The input of a pipeline stage, with its gradient.
-    * Probabilities of experts. They hold the graph of their layer, with its input and its gradient: 1.5 GB for 12
-      layers of a 30B mixture with recomputation.
     * The buffer of sequences that tensor ranks gather: 0.25 GiB for 16384 tokens of a 70B model.
     """
     for model in models:
         model.decoder.input_tensor = None
-        for module in model.modules():
-            if hasattr(module, "token_dispatcher"):
-                module.token_dispatcher.probs = None
     parallel_state.get_global_memory_buffer().buffer.clear()
 
 

@@ -194,7 +194,8 @@ def _expert_tokens(spec: ModelSpec, model: MegatronModelConfig) -> _ExpertTokens
     at, moe = model.parallel, spec.moe
     assert moe is not None, "only a mixture has tokens at experts"
     sent = moe.experts_per_token / (at.tp if at.sequence_parallel else 1)
-    received = sent * (ASSUMPTIONS.expert_imbalance if at.ep > 1 else 1)
+    most = moe.num_experts / moe.experts_per_token  # an expert takes a token at most once
+    received = sent * (min(ASSUMPTIONS.expert_imbalance, most) if at.ep > 1 else 1)
     seen = received * at.etp
     sorts = moe.num_experts > at.ep
     computing = sent + (received if at.ep > 1 and (sorts or at.etp > 1) else 0) + seen

@@ -45,6 +45,8 @@ class WeightBytes:
     optimizer: int
     """Optimizer bytes of the rank that owns the most."""
     largest_parameter: int
+    layer_weight: int
+    """The largest dense weight of a layer. Megatron makes a gradient of its shape even if it adds to the buffer."""
     checkpoint: int
     """Checkpoint bytes that the rank writes, from a copy on the host."""
     building: int
@@ -62,7 +64,7 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
         layout = model.parallel
         held = [elements for _, elements in _dense(spec, layout, stage, head)]
         held += [elements for chunk in range(layout.vpp) for elements in _experts(spec, layout, stage, chunk)]
-        return WeightBytes(sum(held) * item, 0, 0, 0, 0, sum(held) * item)  # moved to one buffer after loading
+        return WeightBytes(sum(held) * item, 0, 0, 0, 0, 0, sum(held) * item)  # moved to one buffer after loading
     rank_buffers = buffers(spec, model, mesh, head, stage)
     padded = sum(buffer.num_padded for buffer in rank_buffers)
     # The float32 copy of the weights, and Adam's two moments.
@@ -70,15 +72,20 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
     largest = max(elements for _, elements in _dense(spec, model.parallel, stage, head))
     optimizer = owned * (12 if item < 4 else 8)
+    in_layers = _largest_in_layers(spec, replace(model.parallel, cp=1, ep=1, etp=1, sequence_parallel=False), stage)
     building = _building_bytes(rank_buffers, item, gradient_item)
-    own_weights = owned * 4 if item < 4 else 0
+    if item < 4:  # float32 weights, each made from a copy of its share; a vocabulary head is the last of them
+        copied = largest if head == "lm" and stage == model.parallel.pp - 1 and not spec.tied else in_layers
+        share = max(buffer.num_padded // buffer.num_owners for buffer in rank_buffers)
+        building = max(building, owned * 4 + min(copied, share) * item)
     return WeightBytes(
         padded * item,
         padded * gradient_item,
         optimizer,
         largest * item,
+        in_layers * item,
         checkpoint=owned * 12,
-        building=max(building, own_weights),
+        building=building,
     )
 
 
@@ -132,6 +139,12 @@ def _dense_parameters(spec: ModelSpec, layout: ParallelConfig, stage: int, head:
     place = RankPlace(pp=stage)
     # A stage's experts are counted separately, because there are thousands of identical ones.
     return tuple((shard.chunk, math.prod(shard.shape)) for shard in dense_shards(spec, layout, place, head))
+
+
+@cache
+def _largest_in_layers(spec: ModelSpec, layout: ParallelConfig, stage: int) -> int:
+    shards = dense_shards(spec, layout, RankPlace(pp=stage), "score")
+    return max((math.prod(shard.shape) for shard in shards if ".layers." in shard.name), default=0)
 
 
 @cache

@@ -160,7 +160,7 @@ def test_building_the_optimizer_takes_the_models_own_parameters_once_more() -> N
     plan = plan_memory(subject_of("ppo-llama3.1-70b-8n8g"))
     actor, critic = phase(plan, "build actor"), phase(plan, "build critic")
     parameters = size(phase(plan, "train actor"), "actor", "parameters")
-    assert actor.num_bytes - size(actor, "actor", RESERVE) == pytest.approx(4 * parameters, rel=1e-4)
+    assert actor.num_bytes - size(actor, "actor", RESERVE) == pytest.approx(4 * parameters, rel=0.03)
     assert size(critic, "actor", "optimizer") > 0, "the actor was built before, and is still there"
 
 

@@ -53,6 +53,7 @@ def test_a_rank_holds_parameters_gradients_and_its_share_of_the_optimizer(
         gradients=buffer.num_padded * gradient,
         optimizer=buffer.num_padded // 8 * optimizer,
         largest_parameter=128256 * 4096 * parameter,
+        layer_weight=2 * 14336 * 4096 * parameter,
         checkpoint=buffer.num_padded // 8 * 12,
         building=elements * parameter,
     )
@@ -63,7 +64,7 @@ def test_a_frozen_model_has_parameters_alone() -> None:
     frozen = MegatronModelConfig(max_tokens_per_device=1000)
     elements = sum(math.prod(shape) for shape in hf_tensors(LLAMA, "score").values())
     held = stage_weights(LLAMA, frozen, make_mesh(frozen.parallel, 4), "score", 0)
-    assert held == WeightBytes(elements * 2, 0, 0, 0, 0, building=elements * 2)
+    assert held == WeightBytes(elements * 2, 0, 0, 0, 0, 0, building=elements * 2)
 
 
 def test_buffers_are_made_one_after_the_other_while_later_parameters_are_elsewhere() -> None:
@@ -77,7 +78,8 @@ def test_buffers_are_made_one_after_the_other_while_later_parameters_are_elsewhe
     alone = trained()
     (buffer,) = buffers(LLAMA, alone, make_mesh(alone.parallel, 1), "lm", 0)
     weights = stage_weights(LLAMA, alone, make_mesh(alone.parallel, 1), "lm", 0)
-    assert weights.building == buffer.num_elements * 4, "then come the optimizer's float32 weights"
+    copy = 128256 * 4096 * 2
+    assert weights.building == buffer.num_padded * 4 + copy, "then come the optimizer's float32 weights"
 
 
 def test_the_experts_of_a_rank_are_owned_by_those_that_hold_them() -> None:
