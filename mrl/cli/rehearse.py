@@ -13,9 +13,11 @@ from mrl.cli.arguments import add_config, aligned, load_one, split_arguments
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem, did_you_mean
 from mrl.plan.assumptions import GIB
-from mrl.plan.memory import gib
+from mrl.plan.memory import gib, plan_memory
 from mrl.plan.plan_input import Planned, make_plan_input
 from mrl.plan.rehearsed import remember
+from mrl.plan.search import advise
+from mrl.preflight.findings import SFT_ADVICE
 
 if TYPE_CHECKING:
     from mrl.rehearse.comparison import Compared
@@ -180,7 +182,17 @@ def _verdict(subject: Planned[Any], fits: bool) -> str:
     device = f"{subject.hardware.name} with {gib(subject.hardware.memory_bytes)}"
     if fits:
         return f"Every role fits on {device}, if it is alone. `mrl plan` adds engines and roles on the same device."
-    return f"A role does not fit on {device}. `mrl plan` shows what would make it fit."
+    return f"A role does not fit on {device}. {_advice(subject)}"
+
+
+def _advice(subject: Planned[Any]) -> str:
+    """Return the smallest change that makes it fit by the plan, or how to find one."""
+    if not isinstance(subject.config, Config):
+        return f"Set {SFT_ADVICE}."
+    if not plan_memory(subject).shortages:
+        return "By the plan it fits: `--headroom` finds the largest max_tokens_per_device, `--phase` what takes more."
+    found = advise(subject, max_found=1)
+    return f"It fits with:\n  {subject.overrides(found[0][0])}" if found else "No change that was tried makes it fit."
 
 
 def _write(path: str, text: str) -> None:

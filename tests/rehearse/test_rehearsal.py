@@ -134,6 +134,12 @@ def test_operations_are_the_models_and_the_budget_found_is_the_largest(
     assert 0.96 * memory_bytes < peak <= memory_bytes
 
 
+def test_what_does_not_fit_comes_with_the_keys_that_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rehearse", SMALL, "--role", "actor", "actor.max_tokens_per_device=131072"]) == 2
+    fix = capsys.readouterr().out.partition("It fits with:\n  ")[2]
+    assert "actor.megatron.recompute_granularity=" in fix or "actor.max_tokens_per_device=" in fix
+
+
 def test_the_sizes_of_another_model_are_rehearsed(tmp_path: Path) -> None:
     larger = ("--model", "Qwen2.5-1.5B", "actor.max_tokens_per_device=2048")
     (kind,) = rehearsed(tmp_path, SMALL, "--role", "actor", *larger)
