@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.cli.arguments import add_config, aligned, load_one, split_arguments
@@ -66,10 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
     # Import late: a wrong configuration fails before torch and Megatron load.
     from mrl.rehearse.comparison import compared, largest_budget
     from mrl.rehearse.engine_weights import ENGINE_ROLE
+    from mrl.rehearse.lengths import recorded_steps
     from mrl.rehearse.processes import rehearse, rehearse_engine
     from mrl.rehearse.rank_kinds import rank_kinds
     from mrl.rehearse.subject import Request
 
+    if arguments.lengths:
+        next(recorded_steps(Path(arguments.lengths)))  # a wrong file fails here, not in every process
     roles = _roles(subject, arguments.role, ENGINE_ROLE)
     trained = [role for role in roles if role != ENGINE_ROLE]
     kinds = [kind for role in trained for kind in rank_kinds(subject.config, role, subject.specs[role])]

@@ -31,7 +31,9 @@ class Fullest:
 
 def fullest(path: Path, num_ranks: int, max_tokens: int, rules: PackingRules) -> Fullest:
     """Pack the samples of every recorded step as a run packs them, and return the fullest micro-batch."""
-    return max((_of_step(*step, num_ranks, max_tokens, rules) for step in _steps(path)), key=lambda most: most.tokens)
+    return max(
+        (_of_step(*step, num_ranks, max_tokens, rules) for step in recorded_steps(path)), key=lambda most: most.tokens
+    )
 
 
 def _of_step(file: str, rows: list[RowLengths], num_ranks: int, max_tokens: int, rules: PackingRules) -> Fullest:
@@ -41,7 +43,8 @@ def _of_step(file: str, rows: list[RowLengths], num_ranks: int, max_tokens: int,
     return Fullest([rows[number] for number in most], file, int(lengths[most].sum()))
 
 
-def _steps(path: Path) -> Iterator[tuple[str, list[RowLengths]]]:
+def recorded_steps(path: Path) -> Iterator[tuple[str, list[RowLengths]]]:
+    """Yield the name and the samples of each file: of a run's directory, or of one file."""
     files = sorted((path / "samples").glob("step-*.parquet")) if path.is_dir() else [path]
     if not files:
         raise DataError("there are no recorded samples (samples/step-*.parquet)", where=str(path), fix=_FIX)
