@@ -141,7 +141,7 @@ def profiled(trainer: Trainer) -> dict[str, Any]:
     kind = "device" if ON_GPU else "cpu"
     events = list(profiler.key_averages())
     # An operation's event repeats the device time of the kernels that it started.
-    on_device = [event for event in events if not ON_GPU or event.device_type != torch.autograd.DeviceType.CPU]
+    on_device = [event for event in events if not ON_GPU or event.device_type.name != "CPU"]
     own_s = {event.key: getattr(event, f"self_{kind}_time_total") / 1e6 for event in on_device}
     head = sum(getattr(e, f"{kind}_time_total") / 1e6 for e in events if e.key.startswith("_TokenLogProbs"))
     busy = sum(own_s.values())
