@@ -42,7 +42,7 @@ gradients of the experts if they are larger. A forward pass without backward doe
 
 A pipeline stage keeps the micro-batches between their forward and their backward: `pp - stage` of them,
 or with `vpp` chunks `2 (pp - stage - 1) + (vpp - 1) pp + 1` chunks of `layers / (pp vpp)` layers. Of each it also keeps
-the tensor that it has sent to the next stage (h/s), unless Megatron frees it (`deallocate_pipeline_outputs`).
+the tensor that it has sent to the next stage (h/s).
 
 The head finishes before backward enters a layer, so only the larger of the two counts. It processes the vocabulary in
 tiles. It keeps the hidden states of the scored tokens (h), their gradient in float32 and in the model's dtype, the
@@ -139,7 +139,7 @@ def stage_activations(
         kept, working = kept + chunk_kept / vpp, max(working, again + gradients)
     in_flight = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
     in_flight = min(in_flight, num_micro_batches * vpp)
-    if pp > 1 and not model.megatron.get("deallocate_pipeline_outputs"):
+    if pp > 1:
         sent = spec.hidden * ITEM_BYTES[model.dtype] / (layout.tp if layout.sequence_parallel else 1)
         kept += sent * (1 - (stage == pp - 1) / vpp)  # the last chunk sends nothing
     return StageActivations(math.ceil(kept * in_flight * tokens), math.ceil(working * tokens))

@@ -225,6 +225,7 @@ def test_asynchrony_is_planned_where_engines_are_apart(plan: Plan) -> None:
         "placement.pools={all: null, train: 16, engines: 16}",
         "placement.roles={actor: train, rollout: engines}",
         "algorithm.correction={level: token}",
+        "actor.max_tokens_per_device=12288",
     )
     assert "Asynchrony" not in plan(PRESET, *apart)[1], "nothing is ahead"
     code, text, _ = plan(PRESET, *apart, "asynchrony.ahead=2", "asynchrony.weights=in_flight")

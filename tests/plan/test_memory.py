@@ -133,8 +133,6 @@ def test_recomputation_and_pipelines_change_what_is_kept() -> None:
     )
     assert kept(stage=3, parallel=staged) == pytest.approx(8 * layer.total, rel=1e-6)
     assert kept(num_micro_batches=2, parallel=staged) == pytest.approx(16 * layer.total + 2 * sent, rel=1e-6)
-    freed = {"deallocate_pipeline_outputs": True}
-    assert kept(parallel=staged, megatron=freed) == kept()
     interleaved = ParallelConfig(pp=4, vpp=2)
     assert kept(parallel=interleaved) == pytest.approx((2 * 3 + 4 + 1) * (4 * layer.total + sent), rel=1e-6)
     assert kept(stage=3, parallel=interleaved) == pytest.approx(5 * (4 * layer.total + sent / 2), rel=1e-6)
