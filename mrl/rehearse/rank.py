@@ -117,7 +117,8 @@ def _calls(
         yield f"train {role}", calls(method, [rows] * most)
         if request.headroom:
             yield HALF, calls(method, [batches.half(rows)] * most)
-    yield "checkpoint", lambda: worker.begin_checkpoint(str(directory / "checkpoint"))
+    if updates:
+        yield "checkpoint", lambda: worker.begin_checkpoint(str(directory / "checkpoint"))
     if isinstance(config, Config) and role == "actor":
         yield "offload optimizer", lambda: worker.offload("gradients", "optimizer")
         yield "send weights", partial(_send, cast(ActorRolloutRefWorker, worker), route_of(config, spec))

@@ -64,3 +64,9 @@ def test_experts_need_what_is_planned(tmp_path: Path) -> None:
 def test_a_critic_needs_what_is_planned(tmp_path: Path) -> None:
     model = shortened(tmp_path / "model", "Llama-3.1-8B", 4)
     check(CONFIGS / "ppo-llama3.1-8b-1n8g.yaml", "critic", (f"model.path={model}",))
+
+
+def test_a_frozen_teacher_needs_what_is_planned(tmp_path: Path) -> None:
+    model = shortened(tmp_path / "model", "Qwen2.5-72B", 4)
+    layout = "teacher.parallel={tp: 2, pp: 2, vpp: 1, sequence_parallel: true}"
+    check(CONFIGS / "distill-qwen2.5-7b-from-72b-2n8g.yaml", "teacher", (f"teacher.path={model}", layout))
