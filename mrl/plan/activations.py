@@ -170,7 +170,7 @@ def _forward_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: boo
     layer, item, at = layer_bytes(spec, model, has_experts), ITEM_BYTES[model.dtype], model.parallel
     gathered = spec.hidden * item if at.sequence_parallel and at.tp > 1 else 0
     if not (has_experts and spec.moe):
-        return layer.total + gathered
+        return layer.total - min(layer.attention, layer.mlp) + gathered  # attention is over when the MLP begins
     tokens = _expert_tokens(spec, model)
     inner = tokens.seen * 3 * spec.moe.expert_ffn / at.etp * item
     inputs = layer.total - layer.attention - layer.expert_activation - inner * 2 / 3
