@@ -37,6 +37,11 @@ class EngineMemory:
     """Bytes of the token counts that the sampler keeps for penalties, in the memory pool of the weights."""
 
     @property
+    def message_bytes(self) -> int:
+        """Return the bytes of the buckets that are for messages, on a device without an engine."""
+        return int(self.bucket_bytes * (1 - _SLOT_SHARE))
+
+    @property
     def cache_tokens(self) -> int:
         return max(0, self.cache_bytes) // self.token_bytes
 

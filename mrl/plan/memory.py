@@ -285,7 +285,9 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
     else:
         engine_items = []
         if any(role.name == "actor" for role in roles):
-            yield Phase("weights", pool, (*everything, buckets))
+            origin = "messages to the engines' devices"
+            sent = Item("actor", "messages", engine.message_bytes, origin)
+            yield Phase("weights", pool, (*everything, sent))
     for role in roles:
         if role.name != "actor" or needs_old_log_probs(config) or has_reference(config):
             present = while_scoring if role.name in config.scoring_models() else everything

@@ -74,9 +74,12 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
     optimizer = owned * (12 if item < 4 else 8)
     in_layers = _largest_in_layers(spec, replace(model.parallel, cp=1, ep=1, etp=1, sequence_parallel=False), stage)
     building = _building_bytes(rank_buffers, item, gradient_item)
-    if item < 4:  # float32 weights, each made from a copy of its share; a vocabulary head is the last of them
-        copied = largest if head == "lm" and stage == model.parallel.pp - 1 and not spec.tied else in_layers
+    if item < 4:  # float32 weights, each made from a copy of its share
         share = max(buffer.num_padded // buffer.num_owners for buffer in rank_buffers)
+        has_head = head == "lm" and stage == model.parallel.pp - 1 and not spec.tied
+        # A rehearsal shows that the vocabulary head is copied last if one rank owns everything, or if it fills a share.
+        is_last = has_head and (share <= largest or all(buffer.num_owners == 1 for buffer in rank_buffers))
+        copied = largest if is_last else in_layers
         building = max(building, owned * 4 + min(copied, share) * item)
     return WeightBytes(
         padded * item,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mrl.config.arithmetic import has_own_rollout_pool
 from mrl.config.schema import Config
 from mrl.plan.assumptions import GIB, RESERVE, UNUSED
 from mrl.plan.engine_memory import engine_memory
@@ -71,7 +72,8 @@ def planned_phases(subject: Planned[Any], role: str, stage: int) -> Mapping[str,
         phases[f"train {role}"] = held + _tensors(at_stage.train)
     if isinstance(subject.config, Config) and role == "actor":
         engine = engine_memory(subject.config, subject.specs[role], subject.hardware)
-        phases["send weights"] = _tensors(at_stage.held("parameters")) + engine.bucket_bytes
+        added = engine.message_bytes if has_own_rollout_pool(subject.config) else engine.bucket_bytes
+        phases["send weights"] = _tensors(at_stage.held("parameters")) + added
     return phases
 
 
