@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from mrl.config.schema import ParallelConfig, RolloutConfig
+from mrl.dtypes import ITEM_BYTES
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
-from mrl.models.parameters import Parameter, Piece, RowRange, padded_vocab
+from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange, padded_vocab
 from mrl.models.regions import Region, Shape, whole
 from mrl.models.spec import ModelSpec, MoeSpec
-from mrl.models.table import EMBEDDING, LM_HEAD, NORM
+from mrl.models.table import EMBEDDING, LM_HEAD, NORM, float32_tensors
 
 _VOCAB_MULTIPLE = 64
 
@@ -59,6 +60,7 @@ class Fused:
     shape: Shape
     pieces: tuple[Piece, ...]  # their targets lie in a matrix whose columns are the shape's last axis
     padding: tuple[Region, ...]  # vocabulary rows without a token: zeros
+    dtype: OwnDtype = None
 
 
 def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fused]:
@@ -69,26 +71,21 @@ def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fuse
 
 
 @cache
-def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
-    """Return the elements of the fused tensors of an engine's first worker, and of the largest of them."""
+def engine_bytes(spec: ModelSpec, tp: int, dtype: str) -> tuple[int, int]:
+    """Return the bytes of the fused tensors of the first worker of an engine in that dtype, and of the largest."""
     sizes, sums, largest = EngineSizes(tp), 0, 0
-    kinds: dict[bool, int] = {}
-    for layer in range(spec.num_layers):
-        kinds[spec.has_experts(layer)] = kinds.get(spec.has_experts(layer), 0) + 1
     parts = [(1, (*embedding_tensors(spec, sizes, 0), *head_tensors(spec, sizes, 0)))]
-    for has_experts, count in kinds.items():
-        example = next(layer for layer in range(spec.num_layers) if spec.has_experts(layer) == has_experts)
-        parts.append((count, tuple(layer_tensors(spec, sizes, 0, example))))
+    parts += [(len(layers), (*layer_tensors(spec, sizes, 0, layers[0]),)) for layers in spec.layers_by_kind().values()]
     for count, tensors in parts:
-        elements = [math.prod(tensor.shape) for tensor in tensors]
-        sums, largest = sums + count * sum(elements), max(largest, *elements)
+        num_bytes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype or dtype] for tensor in tensors]
+        sums, largest = sums + count * sum(num_bytes), max(largest, *num_bytes)
     return sums, largest
 
 
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
     """Yield the tensors before the layers. With tied embeddings they are also the head."""
     if sizes.whole:
-        yield from _unfused({EMBEDDING: (spec.vocab, spec.hidden)})
+        yield from _unfused(spec, {EMBEDDING: (spec.vocab, spec.hidden)})
     else:
         yield _vocabulary(EMBEDDING, spec, sizes, rank)
 
@@ -96,7 +93,10 @@ def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterato
 def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
     """Yield the tensors after the layers."""
     if sizes.whole:
-        yield from _unfused({NORM: (spec.hidden,)} | ({} if spec.tied else {LM_HEAD: (spec.vocab, spec.hidden)}))
+        tensors: dict[str, Shape] = {NORM: (spec.hidden,)}
+        if not spec.tied:
+            tensors[LM_HEAD] = (spec.vocab, spec.hidden)
+        yield from _unfused(spec, tensors)
         return
     yield _fused(Parameter(NORM, ((RowRange(NORM, 0, spec.hidden),),)), sizes, rank)
     if not spec.tied:
@@ -105,7 +105,7 @@ def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fus
 
 def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
     if sizes.whole:
-        yield from _unfused(FAMILIES[spec.family].tensors(spec, layer))
+        yield from _unfused(spec, FAMILIES[spec.family].tensors(spec, layer))
         return
     prefix = f"model.layers.{layer}."
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
@@ -124,9 +124,10 @@ def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) ->
         yield _fused(_down(f"{prefix}mlp.down_proj.weight", spec.hidden, spec.ffn), sizes, rank)
 
 
-def _unfused(tensors: dict[str, Shape]) -> Iterator[Fused]:
+def _unfused(spec: ModelSpec, tensors: dict[str, Shape]) -> Iterator[Fused]:
     for name, shape in tensors.items():
-        yield Fused(name, shape, (Piece(name, whole(shape), whole(shape)),), ())
+        dtype: OwnDtype = "float32" if name in float32_tensors(spec) else None
+        yield Fused(name, shape, (Piece(name, whole(shape), whole(shape)),), (), dtype)
 
 
 def _expert_tensors(spec: ModelSpec, moe: MoeSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
@@ -151,7 +152,7 @@ def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int
     shape, pieces, padding = parameter.share(rank, sizes.tp)
     if num_stacked is not None:
         shape = (num_stacked, shape[0] // num_stacked, shape[1])
-    return Fused(parameter.name, shape, pieces, padding)
+    return Fused(parameter.name, shape, pieces, padding, parameter.dtype)
 
 
 def _whole(name: str, rows: int, columns: int | None = None) -> Parameter:
