@@ -113,8 +113,8 @@ def _building_bytes(rank_buffers: Sequence[Buffer], item: int, gradient_item: in
 
 
 def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:
-    """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters, one for those that are float32
-    in a 16-bit model, and one for experts that are reduced over other ranks."""
+    """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters, one for float32 parameters in
+    a 16-bit model, and one for experts that are reduced over other ranks."""
     layout, dense_owners = model.parallel, mesh.dp * mesh.cp
     separate_experts = mesh.ep > 1 or mesh.etp != mesh.tp
     is_wide = ITEM_BYTES[model.dtype] == 4
