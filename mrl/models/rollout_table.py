@@ -132,6 +132,14 @@ def _unfused(tensors: dict[str, Shape]) -> Iterator[Fused]:
 def _expert_tensors(spec: ModelSpec, moe: MoeSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
     names, prefix, split = FAMILIES[spec.family].names, f"model.layers.{layer}.", sizes.ep == 1
     yield _fused(_whole(prefix + names.router, moe.num_experts, spec.hidden), sizes, rank)
+    if moe.correction_bias:
+        yield _fused(_whole(prefix + names.bias, moe.num_experts), sizes, rank)
+    if moe.shared_ffn:  # split over tp, even if each rank holds whole experts
+        gate, up, down = (prefix + names.shared.format(name) for name in ("gate", "up", "down"))
+        parts = tuple((RowRange(name, 0, moe.shared_ffn),) for name in (gate, up))
+        gate_up = prefix + names.shared.format("gate_up")
+        yield _fused(Parameter(gate_up, parts, spec.hidden, "rows"), sizes, rank)
+        yield _fused(_down(down, spec.hidden, moe.shared_ffn), sizes, rank)
     num_local = moe.num_experts // sizes.ep
     first = 0 if split else rank * num_local
     experts = range(first, first + num_local)

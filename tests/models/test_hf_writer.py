@@ -59,6 +59,14 @@ def test_what_ranks_wrote_is_the_model(tiny: Tiny, tmp_path: Path, family: str) 
         assert torch.equal(after(tokens).logits, before(tokens).logits)
 
 
+def test_a_written_model_says_that_it_has_no_predicting_layers(tiny: Tiny, tmp_path: Path) -> None:
+    config = json.loads((tiny("glm4_moe") / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    write_from_ranks(tiny("glm4_moe"), tmp_path / "written", "lm")
+    written = json.loads((tmp_path / "written/config.json").read_text())
+    assert written == config | {"num_nextn_predict_layers": 0}
+
+
 def test_a_score_head_is_written_and_loads(tiny: Tiny, tmp_path: Path) -> None:
     source, target = tiny("qwen2", "score"), tmp_path / "written"
     write_from_ranks(source, target, "score")
