@@ -69,6 +69,7 @@ def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
         SavedCase("Qwen2.5-0.5B", Layout()): norms + 2 * q,
         SavedCase("Qwen3-8B", Layout()): norms + 2 * q + head_norms,
         SavedCase("Mixtral-8x7B", Layout()): norms + 2 * q,
+        SavedCase("GLM-4.5", Layout()): norms + 2 * q + head_norms,
     }
     if num_ranks == 2:
         whole = Layout(tp=2, sequence_parallel=True)
@@ -77,6 +78,7 @@ def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
             SavedCase("Qwen2.5-0.5B", whole): norms / 2 + q,
             SavedCase("Qwen3-8B", whole): norms / 2 + q + head_norms / 2,
             SavedCase("Mixtral-8x7B", whole): norms / 2 + q,
+            SavedCase("GLM-4.5-Air", whole): norms / 2 + q,
         }
     found = run_distributed(num_ranks, saved_and_predicted, list(exact), timeout_s=LIMIT_S)
     for rank in found:
