@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from mrl.models.regions import Region, Shape
 from mrl.rounding import round_up
+
+OwnDtype: TypeAlias = Literal["float32"] | None
+"""A dtype that a tensor keeps whatever the model's dtype is; None: the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Parameter:
     columns: int | None = None  # None: a vector
     split: Literal["rows", "columns"] | None = None  # None: every rank holds all of it
     padded: bool = False  # rows of zeros at the end, up to a multiple of the ranks
+    dtype: OwnDtype = None
+    trained: bool = True  # False: a buffer of Megatron's module, without gradient and optimizer state
 
     def share(self, rank: int, num_ranks: int) -> tuple[Shape, tuple[Piece, ...], tuple[Region, ...]]:
         """Return shape, pieces and padding of the share of one of `num_ranks` ranks."""

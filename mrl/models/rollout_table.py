@@ -16,10 +16,10 @@ from mrl.config.schema import ParallelConfig, RolloutConfig
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
-from mrl.models.parameters import Parameter, Piece, RowRange, padded_vocab
+from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange, padded_vocab
 from mrl.models.regions import Region, Shape, whole
 from mrl.models.spec import ModelSpec, MoeSpec
-from mrl.models.table import EMBEDDING, LM_HEAD, NORM
+from mrl.models.table import EMBEDDING, LM_HEAD, NORM, float32_tensors
 
 _VOCAB_MULTIPLE = 64
 
@@ -59,6 +59,7 @@ class Fused:
     shape: Shape
     pieces: tuple[Piece, ...]  # their targets lie in a matrix whose columns are the shape's last axis
     padding: tuple[Region, ...]  # vocabulary rows without a token: zeros
+    dtype: OwnDtype = None
 
 
 def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fused]:
@@ -88,7 +89,7 @@ def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
     """Yield the tensors before the layers. With tied embeddings they are also the head."""
     if sizes.whole:
-        yield from _unfused({EMBEDDING: (spec.vocab, spec.hidden)})
+        yield from _unfused(spec, {EMBEDDING: (spec.vocab, spec.hidden)})
     else:
         yield _vocabulary(EMBEDDING, spec, sizes, rank)
 
@@ -96,7 +97,8 @@ def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterato
 def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
     """Yield the tensors after the layers."""
     if sizes.whole:
-        yield from _unfused({NORM: (spec.hidden,)} | ({} if spec.tied else {LM_HEAD: (spec.vocab, spec.hidden)}))
+        head = {} if spec.tied else {LM_HEAD: (spec.vocab, spec.hidden)}
+        yield from _unfused(spec, {NORM: (spec.hidden,)} | head)
         return
     yield _fused(Parameter(NORM, ((RowRange(NORM, 0, spec.hidden),),)), sizes, rank)
     if not spec.tied:
@@ -105,7 +107,7 @@ def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fus
 
 def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
     if sizes.whole:
-        yield from _unfused(FAMILIES[spec.family].tensors(spec, layer))
+        yield from _unfused(spec, FAMILIES[spec.family].tensors(spec, layer))
         return
     prefix = f"model.layers.{layer}."
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
@@ -124,9 +126,10 @@ def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) ->
         yield _fused(_down(f"{prefix}mlp.down_proj.weight", spec.hidden, spec.ffn), sizes, rank)
 
 
-def _unfused(tensors: dict[str, Shape]) -> Iterator[Fused]:
+def _unfused(spec: ModelSpec, tensors: dict[str, Shape]) -> Iterator[Fused]:
     for name, shape in tensors.items():
-        yield Fused(name, shape, (Piece(name, whole(shape), whole(shape)),), ())
+        dtype: OwnDtype = "float32" if name in float32_tensors(spec) else None
+        yield Fused(name, shape, (Piece(name, whole(shape), whole(shape)),), (), dtype)
 
 
 def _expert_tensors(spec: ModelSpec, moe: MoeSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
@@ -159,7 +162,7 @@ def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int
     shape, pieces, padding = parameter.share(rank, sizes.tp)
     if num_stacked is not None:
         shape = (num_stacked, shape[0] // num_stacked, shape[1])
-    return Fused(parameter.name, shape, pieces, padding)
+    return Fused(parameter.name, shape, pieces, padding, parameter.dtype)
 
 
 def _whole(name: str, rows: int, columns: int | None = None) -> Parameter:

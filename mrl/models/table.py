@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import FAMILIES
 from mrl.models.layout import RankPlace, check_layout, layers_of_chunk
-from mrl.models.parameters import Parameter, Piece, RowRange
+from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange
 from mrl.models.regions import Region, Shape
 from mrl.models.spec import ModelSpec
 
@@ -39,6 +40,8 @@ class Shard:
     padding: tuple[Region, ...]  # vocabulary rows without a token
     expert: bool  # split over ep and etp instead of tp
     split: bool  # whether the ranks of tp (of etp for an expert) hold different parts
+    dtype: OwnDtype = None
+    trained: bool = True  # False: a buffer, not a parameter
 
 
 def shards_of(spec: ModelSpec, layout: ParallelConfig, place: RankPlace, head: Head) -> list[Shard]:
@@ -70,6 +73,8 @@ def expert_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> 
         for local in range(num_local) if spec.has_experts(layer) else ():
             expert_prefix = f"{prefix}mlp.experts.local_experts.{local}."
             for parameter in FAMILIES[spec.family].expert(spec, layer, place.ep * num_local + local):
+                assert parameter.dtype is None, f"{parameter.name} of an expert has a dtype of its own"
+                assert parameter.trained, f"{parameter.name} of an expert is a buffer"
                 yield _shard(chunk, expert_prefix + parameter.name, parameter, place.etp, layout.etp, expert=True)
 
 
@@ -92,7 +97,8 @@ def _after_layers(spec: ModelSpec, layout: ParallelConfig, head: Head) -> Iterat
 
 def _shard(chunk: int, name: str, parameter: Parameter, rank: int, num_ranks: int, expert: bool = False) -> Shard:
     shape, pieces, padding = parameter.share(rank, num_ranks)
-    return Shard(chunk, name, shape, pieces, padding, expert, parameter.split is not None)
+    is_split = parameter.split is not None
+    return Shard(chunk, name, shape, pieces, padding, expert, is_split, parameter.dtype, parameter.trained)
 
 
 def vocabulary_parameter(name: str, hf: str, spec: ModelSpec) -> Parameter:
@@ -112,6 +118,13 @@ def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
     elif not spec.tied:
         tensors[LM_HEAD] = (spec.vocab, spec.hidden)
     return tensors
+
+
+@cache
+def float32_tensors(spec: ModelSpec) -> frozenset[str]:
+    """Return the Hugging Face tensors that files and the trainer keep in float32, whatever the model's dtype is."""
+    shards = dense_shards(spec, ParallelConfig(), RankPlace(), "lm")
+    return frozenset(piece.hf for shard in shards if shard.dtype == "float32" for piece in shard.pieces)
 
 
 def local_name(name: str) -> str:
