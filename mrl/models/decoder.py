@@ -41,6 +41,7 @@ class Family:
     class_prefix: str  # of the transformers classes: `Llama` in `LlamaForCausalLM`
     read: Callable[[HfConfig], ModelSpec]
     names: ExpertNames = ExpertNames()
+    float32_router: bool = False  # whether vLLM keeps a router's weights in float32
     has_score_head: bool = True  # whether transformers has a class with one output instead of a vocabulary
 
     def architecture(self, head: Literal["lm", "score"]) -> str:
@@ -91,7 +92,9 @@ class Family:
         router = RowRange(prefix + self.names.router, 0, moe.num_experts)
         yield Parameter("mlp.router.weight", ((router,),), spec.hidden)
         if moe.correction_bias:
-            yield Parameter("mlp.router.expert_bias", ((RowRange(prefix + self.names.bias, 0, moe.num_experts),),))
+            # In bfloat16, different biases would become equal, and tokens would go to other experts.
+            bias = RowRange(prefix + self.names.bias, 0, moe.num_experts)
+            yield Parameter("mlp.router.expert_bias", ((bias,),), dtype="float32", trained=False)
         if moe.shared_ffn:
             shared = [prefix + self.names.shared.format(name) for name in ("gate", "up", "down")]
             yield from _mlp("mlp.shared_experts.", shared, moe.shared_ffn, spec.hidden)

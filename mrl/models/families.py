@@ -161,7 +161,7 @@ FAMILIES = {
         Family("qwen2", "Qwen2", _read_qwen2),
         Family("qwen3", "Qwen3", _read_qwen3),
         Family("qwen3_moe", "Qwen3Moe", _read_qwen3_moe),
-        Family("glm4_moe", "Glm4Moe", _read_glm4_moe, has_score_head=False),
+        Family("glm4_moe", "Glm4Moe", _read_glm4_moe, float32_router=True, has_score_head=False),
     )
 }
 
