@@ -25,7 +25,7 @@ from tests.models.published import LLAMA_31_70B, QWEN3_235B
 GPUS_PER_NODE = 8
 NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S = 450e9, 50e9
 ITEM_BYTES = 2
-SIZES = BucketSizes(slot_bytes=192 << 20, itemsize=ITEM_BYTES, alignment=64)
+SIZES = BucketSizes(slot_bytes=192 << 20, dtype="bfloat16", trained_dtype="bfloat16", alignment=64)
 
 QWEN3_32B: dict[str, Any] = {
     **{name: value for name, value in QWEN3_235B.items() if "expert" not in name and "moe" not in name},

@@ -22,14 +22,14 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from benchmarks.reshard_gather import GatherEverything
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
-from mrl.dtypes import dtype_name
+from mrl.dtypes import dtype_name, torch_dtype
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
-from mrl.models.table import shards_of
+from mrl.models.table import float32_tensors, shards_of
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import JoinedTransport, P2PTransport, WorldTransport
 from mrl.weight_sync.ipc import IpcReceiver
@@ -189,18 +189,19 @@ def holding(case: ReshardCase, mesh: Mesh) -> Iterator[dict[tuple[int, str], Ten
 
 def fused_of(case: ReshardCase, tp_rank: int, factor: float) -> dict[str, Tensor]:
     """Return the worker's expected tensors, computed from the model's file alone and multiplied by a factor."""
-    reader = HfReader(case.model)
+    reader, spec = HfReader(case.model), read_spec(case.model)
 
     def fused(made: Fused) -> Tensor:
-        tensor = torch.full(made.shape, torch.nan, dtype=case.train_dtype)
+        tensor = torch.full(made.shape, torch.nan, dtype=torch.float32)
         matrix = tensor.view(-1, made.shape[-1]) if tensor.ndim > 1 else tensor
         for box in made.padding:
             matrix[slices(box)] = 0
         for piece in made.pieces:
-            matrix[slices(piece.target)] = reader.read(piece.hf, piece.source).to(case.train_dtype) * factor
-        return tensor.to(case.dtype)
+            held_as = torch.float32 if piece.hf in float32_tensors(spec) else case.train_dtype
+            matrix[slices(piece.target)] = reader.read(piece.hf, piece.source).to(held_as) * factor
+        return tensor.to(torch_dtype(made.dtype) if made.dtype else case.dtype)
 
-    return {made.name: fused(made) for made in rollout_tensors(read_spec(case.model), case.sizes, tp_rank)}
+    return {made.name: fused(made) for made in rollout_tensors(spec, case.sizes, tp_rank)}
 
 
 class StandIn(threading.Thread):

@@ -4,7 +4,7 @@ Weights and Adam's moments are stored under the names and in the coordinates of 
 table maps each range of Megatron's flat optimizer shards to boxes of these tensors, so a checkpoint does not depend on
 its layout. Every rank writes what it owns, once, into its own safetensors file, and reads what it owns; nothing is
 gathered. The model's parameters are not saved: Megatron computes them from the optimizer's float32 weights after every
-step.
+step. A buffer of the table, which is not trained, is saved as its value.
 
 A save begins with a copy on the host. A thread hashes and writes it while training continues. Then the ranks meet
 again, and one rename publishes the files, which are next to the checkpoint's final place.
@@ -39,7 +39,7 @@ from mrl.engine.checkpoint_files import (
     flat_shard_regions,
     write_safetensors,
 )
-from mrl.engine.optimizer import Optimizer
+from mrl.engine.optimizer import Optimizer, OwnedState
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.weights import held_tensors
 from mrl.errors import EngineError, MrlError
@@ -125,7 +125,7 @@ def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
             saved.check_manifest()
         saved.check_model(hf_tensors(engine.request.spec, engine.request.head))
         saved.check_files(dist.get_rank(), dist.get_world_size())
-    with raise_on_all_ranks("loading"):
+    with raise_on_all_ranks("loading"), torch.no_grad():
         optimizer.begin_at(saved.manifest["num_steps"])
         for shard, parameter in _held(engine):
             if (owned := optimizer.owned(parameter)) is not None:
@@ -133,6 +133,11 @@ def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
                 for name, box, views in flat_shard_regions(shard, owned.start, state):
                     saved.read(name, box, views)
                 optimizer.set_owned(parameter, state)
+            elif not shard.trained:
+                state = {"param": torch.empty(parameter.numel(), dtype=parameter.dtype)}
+                for name, box, views in flat_shard_regions(shard, 0, state):
+                    saved.read(name, box, views)
+                parameter.copy_(state["param"].view(parameter.shape))
         if saved.manifest["layout"] == _layout(engine.groups):
             set_random_states(saved.random_states(engine.groups.at.rank))
         else:
@@ -176,13 +181,18 @@ def _copy_rank(engine: MegatronEngine) -> tuple[dict[str, Tensor], list[tuple[st
     tensors = {RANDOM + name: state for name, state in random_states().items()}
     boxes = []
     for shard, parameter in _held(engine):
-        owned = optimizer.owned(parameter)
+        owned = optimizer.owned(parameter) if shard.trained else _frozen(parameter, engine.groups)
         if owned is not None and _is_written_here(shard, engine.groups):
             for name, box, views in flat_shard_regions(shard, owned.start, owned.state):
                 boxes.append((name, box))
                 tensors |= {entry(kind, name, box): view for kind, view in views.items()}
     # Always copy: memory that numpy has seen can never leave the device again.
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}, boxes
+
+
+def _frozen(buffer: Tensor, groups: ParallelGroups) -> OwnedState | None:
+    """Return the value of a buffer, which the first of the ranks with the same data owns."""
+    return OwnedState(0, {"param": buffer.flatten()}) if groups.at.dp == groups.at.cp == 0 else None
 
 
 def _write_rank(path: Path, tensors: dict[str, Tensor], boxes: list[tuple[str, Region]]) -> _Written:

@@ -220,5 +220,5 @@ def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype,
         for name, shape in shapes.items():
             tensor = torch.empty(shape, dtype=torch.float32)  # the dtype of the optimizer's weights
             checkpoint.read(name, whole(shape), {"param": tensor})
-            writer.write(name, tensor.to(dtype))
+            writer.write(name, tensor)  # rounds to the dtype in the file
     return len(shapes)

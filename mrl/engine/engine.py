@@ -80,7 +80,9 @@ class MegatronEngine:
         weights.load(self.models, reader, request.spec, request.head, self.groups)
         if isinstance(request.settings, TrainedModelConfig):
             self.optimizer = Optimizer(self.models, request.settings)
-        self.memory = DeviceMemory(self.models, self.optimizer, self.groups.device)
+        held = weights.held_tensors(self.models, request.spec, request.head, self.groups)
+        frozen = [tensor for shard, tensor in held if not shard.trained]
+        self.memory = DeviceMemory(self.models, self.optimizer, self.groups.device, frozen)
 
     @torch.no_grad()
     def forward(self, rows: TokenRows, micro_batches: Sequence[Rows], scores: ScoreRequest) -> Scores | None:

@@ -39,7 +39,13 @@ class WeightCopy:
 class DeviceMemory:
     """The parts of one rank's model, their location, and the copies between device and host."""
 
-    def __init__(self, models: Sequence[TokenModel], optimizer: Optimizer | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        models: Sequence[TokenModel],
+        optimizer: Optimizer | None,
+        device: torch.device,
+        frozen: Sequence[Tensor] = (),
+    ) -> None:
         self.traffic = CopyStats()
         self._device = device
         self._optimizer = optimizer
@@ -56,6 +62,7 @@ class DeviceMemory:
                 "gradients": [buffer.grad_data for buffer in optimizer.buffers],
                 "optimizer": optimizer.state_tensors(),
             }
+        tensors["parameters"] += frozen  # the buffers of the table belong to the weights of a model
         self._parts = {name: HostMirroredStorage(held, self.traffic, stream) for name, held in tensors.items()}
 
     def offload(self, *names: PartName) -> None:

@@ -76,6 +76,8 @@ class Optimizer:
         # Megatron's schedule reads this from the optimizer's groups, where None is not a default.
         self.config.min_lr = self.config.lr * settings.schedule.min_lr_ratio
         self.optimizer = get_megatron_optimizer(self.config, self.chunks, use_gloo_process_groups=False)
+        for part in self._parts:
+            _number_as_stored(part)
         self.schedule = _schedule(self.optimizer, self.config, settings.schedule)
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
@@ -199,6 +201,18 @@ class Optimizer:
                 f"on this rank {len(names)} gradients are not finite: {', '.join(names[:8]) or 'none'}",
                 fix="check the loss and its inputs; a smaller learning rate or a smaller clip_grad may help",
             )
+
+
+def _number_as_stored(part: Any) -> None:
+    """Number the parameters of each group as Megatron stores them: float32 parameters first.
+
+    Megatron numbers them in the order of its buffers. If a 16-bit model has float32 parameters, it then finds the state
+    of another parameter.
+    """
+    groups = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+    for index, (wide, narrow) in enumerate(groups):
+        for order, parameter in enumerate([*wide, *narrow]):
+            part.model_param_group_index_map[parameter] = index, order
 
 
 def _is_elementwise(tensor: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mrl.dtypes import torch_dtype
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
 from mrl.errors import EngineError, ModelError
@@ -27,22 +28,28 @@ def rank_shards(spec: ModelSpec, head: Head, groups: ParallelGroups) -> list[Sha
 def held_tensors(
     chunks: Sequence[TokenModel], spec: ModelSpec, head: Head, groups: ParallelGroups
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield each shard of the table with the parameter that holds it.
+    """Yield each shard of the table with the parameter or buffer that holds it.
 
-    Raise an error if one exists without the other.
+    Raise an error if one exists without the other. Megatron's modules may have buffers without a shard.
     """
     parameters = {
         (number, local_name(name)): parameter
         for number, chunk in enumerate(chunks)
         for name, parameter in _named(chunk)
     }
+    buffers = {
+        (number, local_name(name)): buffer
+        for number, chunk in enumerate(chunks)
+        for name, buffer in chunk.named_buffers()
+    }
     for shard in rank_shards(spec, head, groups):
         key = (shard.chunk, shard.name)
-        if key not in parameters:
+        tensors = parameters if shard.trained else buffers
+        if key not in tensors:
             raise EngineError(
                 f"the table has `{shard.name}` in chunk {shard.chunk} of this rank, but Megatron does not"
             )
-        parameter = parameters.pop(key)
+        parameter = tensors.pop(key)
         if tuple(parameter.shape) != shard.shape:
             raise EngineError(f"`{shard.name}` is {tuple(parameter.shape)} in Megatron and {shard.shape} in the table")
         yield shard, parameter
@@ -77,14 +84,17 @@ def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: 
     """
     sums = []
     own_reduction = groups.parallel.ep > 1 or groups.parallel.etp != groups.parallel.tp
+    dtype = chunks[0].config.params_dtype
     for shard, parameter in held_tensors(chunks, spec, head, groups):
+        if shard.dtype and parameter.dtype != torch_dtype(shard.dtype):
+            parameter.data = parameter.data.to(torch_dtype(shard.dtype))  # before Megatron's buffers hold it
         parameter.tensor_model_parallel = shard.split  # type: ignore[attr-defined]  # Megatron's mark
         if shard.expert:
             parameter.allreduce = not own_reduction  # type: ignore[attr-defined]  # Megatron's mark
         if shard.name == SCORE and SCORE not in reader:
             parameter.zero_()  # `HfReader.check` made sure that a new head is expected
         else:
-            parameter.copy_(load_shard(reader, shard, parameter.dtype))
+            parameter.copy_(load_shard(reader, shard, dtype))
             sums.append((shard, parameter, parameter.sum(dtype=torch.float32)))
     # One synchronization for all of them. A sum is finite if its numbers are, except for huge ones.
     if sums and not torch.stack([total for *_, total in sums]).isfinite().all():

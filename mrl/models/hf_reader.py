@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mrl import files
+from mrl.dtypes import torch_dtype
 from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE, check_files
 from mrl.models.regions import Region, slices
@@ -146,9 +147,9 @@ class HfReader:
         )
 
 
-def load_shard(reader: HfReader, shard: Shard, dtype: torch.dtype) -> torch.Tensor:
-    """Return one local parameter, with zeros as padding."""
-    tensor = torch.empty(shard.shape, dtype=dtype)
+def load_shard(reader: HfReader, shard: Shard, model_dtype: torch.dtype) -> torch.Tensor:
+    """Return one local tensor of a model of that dtype, with zeros as padding."""
+    tensor = torch.empty(shard.shape, dtype=torch_dtype(shard.dtype) if shard.dtype else model_dtype)
     for box in shard.padding:
         tensor[slices(box)] = 0
     for piece in shard.pieces:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,12 +27,13 @@ from mrl.hub import INDEX_FILE, SINGLE_FILE
 from mrl.models.families import FAMILIES
 from mrl.models.regions import Region, Shape, slices, tiling_problems, whole
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Head, hf_tensors
+from mrl.models.table import Head, float32_tensors, hf_tensors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tokenizer, chat template and generation settings have too many names to list. Weights and code have other suffixes.
 _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 _MORE_TEMPLATES = "additional_chat_templates"
+TensorKinds: TypeAlias = Mapping[str, tuple[torch.dtype, Shape]]
 
 
 class HfWriter:
@@ -53,6 +54,8 @@ class HfWriter:
         if dtype not in _DTYPES:
             raise ModelError(f"weights cannot be written as {dtype}", fix=f"use one of {', '.join(map(str, _DTYPES))}")
         self._shapes = hf_tensors(spec, head)
+        wide = float32_tensors(spec)
+        self._dtypes = {name: torch.float32 if name in wide else dtype for name in self._shapes}
         self._boxes: dict[str, list[Region]] = defaultdict(list)
         self._staged = self._directory.with_name(f".{self._directory.name}.partial-{secrets.token_hex(4)}")
         self._staged.mkdir(parents=True)
@@ -60,7 +63,7 @@ class HfWriter:
             cleanup.callback(shutil.rmtree, self._staged, ignore_errors=True)  # after publishing, it no longer exists
             self._copy_settings(Path(source_path))
             self._adapt_config(spec, head, dtype)
-            self._tensors = self._make_files(dtype, max_file_bytes)
+            self._tensors = self._make_files(max_file_bytes)
             self._cleanup = cleanup.pop_all()
 
     def __enter__(self) -> HfWriter:
@@ -129,17 +132,18 @@ class HfWriter:
                 config["pad_token_id"] = padding
         self._write_json("config.json", config)
 
-    def _make_files(self, dtype: torch.dtype, max_file_bytes: int) -> dict[str, torch.Tensor]:
+    def _make_files(self, max_file_bytes: int) -> dict[str, torch.Tensor]:
         """Create the files at their full length. Return every tensor as a view of its place in them."""
-        groups = _grouped(self._shapes, dtype.itemsize, max_file_bytes)
+        tensors_by_name = {name: (self._dtypes[name], shape) for name, shape in self._shapes.items()}
+        groups = _grouped(tensors_by_name, max_file_bytes)
         if len(groups) == 1:
-            return _mapped_file(self._staged / SINGLE_FILE, groups[0], dtype)
+            return _mapped_file(self._staged / SINGLE_FILE, groups[0])
         tensors: dict[str, torch.Tensor] = {}
         weight_map: dict[str, str] = {}
-        for number, shapes in enumerate(groups, start=1):
+        for number, group in enumerate(groups, start=1):
             file = f"model-{number:05}-of-{len(groups):05}.safetensors"
-            tensors |= _mapped_file(self._staged / file, shapes, dtype)
-            weight_map |= dict.fromkeys(shapes, file)
+            tensors |= _mapped_file(self._staged / file, group)
+            weight_map |= dict.fromkeys(group, file)
         total = sum(tensor.nbytes for tensor in tensors.values())
         self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         return tensors
@@ -176,24 +180,24 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _grouped(shapes: Mapping[str, Shape], item_bytes: int, max_file_bytes: int) -> list[dict[str, Shape]]:
+def _grouped(tensors: TensorKinds, max_file_bytes: int) -> list[dict[str, tuple[torch.dtype, Shape]]]:
     """Group tensors in order into files of at most `max_file_bytes`, except for single larger tensors."""
-    groups: list[dict[str, Shape]] = [{}]
+    groups: list[dict[str, tuple[torch.dtype, Shape]]] = [{}]
     file_bytes = 0
-    for name, shape in shapes.items():
-        num_bytes = torch.Size(shape).numel() * item_bytes
+    for name, (dtype, shape) in tensors.items():
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if groups[-1] and file_bytes + num_bytes > max_file_bytes:
             groups.append({})
             file_bytes = 0
-        groups[-1][name] = shape
+        groups[-1][name] = dtype, shape
         file_bytes += num_bytes
     return groups
 
 
-def _mapped_file(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _mapped_file(path: Path, tensors: TensorKinds) -> dict[str, torch.Tensor]:
     """Create a safetensors file for these tensors. Return them as views to be filled."""
-    head = safetensors_head({name: (dtype, shape) for name, shape in shapes.items()}, {"format": "pt"})
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes.values()]
+    head = safetensors_head(tensors, {"format": "pt"})
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in tensors.values()]
     num_bytes = len(head) + sum(sizes)
     with path.open("wb") as file:
         file.write(head)
@@ -202,12 +206,12 @@ def _mapped_file(path: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) ->
         os.posix_fallocate(file.fileno(), 0, num_bytes)
     mapped = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
     parts = torch.split(mapped[len(head) :], sizes)
-    return {name: part.view(dtype).view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
+    return {
+        name: part.view(dtype).view(shape) for part, (name, (dtype, shape)) in zip(parts, tensors.items(), strict=True)
+    }
 
 
-def safetensors_head(
-    tensors: Mapping[str, tuple[torch.dtype, Shape]], metadata: Mapping[str, str] | None = None
-) -> bytes:
+def safetensors_head(tensors: TensorKinds, metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the head of a safetensors file with these tensors. Their data follow in the same order."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0

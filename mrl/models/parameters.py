@@ -10,7 +10,7 @@ from mrl.models.regions import Region, Shape
 from mrl.rounding import round_up
 
 OwnDtype: TypeAlias = Literal["float32"] | None
-"""A dtype that a tensor keeps whatever the model's dtype is; None: the model's."""
+"""Dtype of a tensor that is the same in models of any dtype; None: the dtype of the model."""
 
 
 @dataclass(frozen=True, slots=True)

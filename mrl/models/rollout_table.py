@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from mrl.config.schema import ParallelConfig, RolloutConfig
+from mrl.dtypes import ITEM_BYTES
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
@@ -70,19 +71,14 @@ def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fuse
 
 
 @cache
-def engine_elements(spec: ModelSpec, tp: int) -> tuple[int, int]:
-    """Return the elements of the fused tensors of an engine's first worker, and of the largest of them."""
+def engine_bytes(spec: ModelSpec, tp: int, dtype: str) -> tuple[int, int]:
+    """Return the bytes of the fused tensors of the first worker of an engine in that dtype, and of the largest."""
     sizes, sums, largest = EngineSizes(tp), 0, 0
-    kinds: dict[bool, int] = {}
-    for layer in range(spec.num_layers):
-        kinds[spec.has_experts(layer)] = kinds.get(spec.has_experts(layer), 0) + 1
     parts = [(1, (*embedding_tensors(spec, sizes, 0), *head_tensors(spec, sizes, 0)))]
-    for has_experts, count in kinds.items():
-        example = next(layer for layer in range(spec.num_layers) if spec.has_experts(layer) == has_experts)
-        parts.append((count, tuple(layer_tensors(spec, sizes, 0, example))))
+    parts += [(len(layers), (*layer_tensors(spec, sizes, 0, layers[0]),)) for layers in spec.layers_by_kind().values()]
     for count, tensors in parts:
-        elements = [math.prod(tensor.shape) for tensor in tensors]
-        sums, largest = sums + count * sum(elements), max(largest, *elements)
+        num_bytes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype or dtype] for tensor in tensors]
+        sums, largest = sums + count * sum(num_bytes), max(largest, *num_bytes)
     return sums, largest
 
 

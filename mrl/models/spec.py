@@ -5,6 +5,8 @@ torch is loaded only when Megatron's arguments or the frequencies are requested,
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +70,17 @@ class ModelSpec:
     def has_experts(self, layer: int) -> bool:
         """Return whether that layer (counted over the whole model, from 0) routes its tokens to experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
+
+    def kind(self, layer: int) -> Hashable:
+        """Return the kind of that layer. Layers of the same kind have the same tensors, except for their names."""
+        return "experts" if self.has_experts(layer) else "dense"
+
+    def layers_by_kind(self) -> dict[Hashable, list[int]]:
+        """Return the layers of each kind. The first layer of a kind is its example."""
+        layers: dict[Hashable, list[int]] = defaultdict(list)
+        for layer in range(self.num_layers):
+            layers[self.kind(layer)].append(layer)
+        return dict(layers)
 
     @property
     def qkv_rows(self) -> int:

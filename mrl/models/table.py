@@ -73,7 +73,7 @@ def expert_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> 
         for local in range(num_local) if spec.has_experts(layer) else ():
             expert_prefix = f"{prefix}mlp.experts.local_experts.{local}."
             for parameter in FAMILIES[spec.family].expert(spec, layer, place.ep * num_local + local):
-                assert parameter.dtype is None, f"{parameter.name} of an expert has a dtype of its own"
+                assert parameter.dtype is None, f"{parameter.name} of an expert is not in the dtype of the model"
                 assert parameter.trained, f"{parameter.name} of an expert is a buffer"
                 yield _shard(chunk, expert_prefix + parameter.name, parameter, place.etp, layout.etp, expert=True)
 
@@ -122,7 +122,7 @@ def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
 
 @cache
 def float32_tensors(spec: ModelSpec) -> frozenset[str]:
-    """Return the Hugging Face tensors that files and the trainer keep in float32, whatever the model's dtype is."""
+    """Return the Hugging Face tensors that files and the trainer keep in float32 in models of any dtype."""
     shards = dense_shards(spec, ParallelConfig(), RankPlace(), "lm")
     return frozenset(piece.hf for shard in shards if shard.dtype == "float32" for piece in shard.pieces)
 

@@ -8,7 +8,7 @@ from mrl.config.arithmetic import longest_sample_tokens, num_engines
 from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.errors import PlacementError
-from mrl.models.rollout_table import EngineSizes, engine_elements
+from mrl.models.rollout_table import EngineSizes, engine_bytes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS, RESERVE
 from mrl.rollout.capacity import engine_capacity, planned_demand
@@ -53,10 +53,10 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     if num_engines(config) < 1:
         raise PlacementError(f"no engine with {rollout.tp} devices fits on its devices")
     demand = planned_demand(config, spec, hardware.memory_bytes)
-    capacity, item, reserve = engine_capacity(demand), demand.item_bytes, ASSUMPTIONS.engine_reserve_bytes
+    capacity, reserve = engine_capacity(demand), ASSUMPTIONS.engine_reserve_bytes
     sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
-    elements, largest = engine_elements(spec, rollout.tp)
-    held = f"{elements:,} elements of a worker at tp {rollout.tp}, {item} bytes each"
+    _, largest = engine_bytes(spec, rollout.tp, demand.dtype)
+    held = f"the parameters of a worker at tp {rollout.tp} in {demand.dtype}"
     work = demand.work_bytes(sequences, tokens)
     cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"
     if options.get("kv_cache_memory_bytes") is None:
@@ -73,6 +73,6 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
         sample_bytes=demand.token_bytes * longest_sample_tokens(rollout),
         max_sequences=sequences,
         max_tokens=tokens,
-        bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest * item / _SLOT_SHARE)),
+        bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest / _SLOT_SHARE)),
         count_bytes=sequences * spec.vocab * 4,
     )

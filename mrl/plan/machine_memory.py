@@ -18,7 +18,7 @@ from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.dtypes import ITEM_BYTES
-from mrl.models.rollout_table import engine_elements
+from mrl.models.rollout_table import engine_bytes
 from mrl.plan.assumptions import ASSUMPTIONS, GIB
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.memory import gib, role_stages
@@ -158,5 +158,5 @@ def _engines(subject: PlanInput) -> Processes:
 def _bucket_bytes(subject: PlanInput) -> int:
     """Return the size of the transfer buckets that one of the two sides may still hold."""
     config = subject.config
-    elements, _ = engine_elements(subject.specs["actor"], config.rollout.tp)
-    return min(config.sync.bucket_bytes, elements * ITEM_BYTES[config.actor.dtype])
+    num_bytes, _ = engine_bytes(subject.specs["actor"], config.rollout.tp, config.actor.dtype)
+    return min(config.sync.bucket_bytes, num_bytes)

@@ -24,7 +24,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.layout import layers_of_chunk
-from mrl.models.rollout_table import EngineSizes, engine_elements
+from mrl.models.rollout_table import EngineSizes, engine_bytes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import EngineMemory, engine_memory
@@ -96,7 +96,7 @@ def _groups(spec: ModelSpec, layout: ParallelConfig) -> Counter[tuple[Kind, tupl
     for stage in range(layout.pp):
         for chunk in range(layout.vpp):
             for layer in layers_of_chunk(layout, spec.num_layers, stage, chunk):
-                groups["experts" if spec.has_experts(layer) else "dense", (stage,)] += 1
+                groups[spec.kind(layer), (stage,)] += 1
     return groups
 
 
@@ -309,14 +309,14 @@ def _weights(subject: PlanInput) -> dict[str, float]:
     back."""
     config, device, spec = subject.config, subject.hardware, subject.specs["actor"]
     model, mesh, tp = config.actor, role_mesh(config, "actor"), config.rollout.tp
-    item = ITEM_BYTES[config.rollout.vllm.get("dtype", model.dtype)] / ASSUMPTIONS.link_efficiency
+    dtype = config.rollout.vllm.get("dtype", model.dtype)
     if has_own_rollout_pool(config):
-        elements, _ = engine_elements(spec, tp)
+        num_bytes = engine_bytes(spec, tp, dtype)[0] / ASSUMPTIONS.link_efficiency
         senders = min(1.0, mesh.world_size / (num_engines(config) * tp))
-        return {"reshard": elements * item / device.network_bytes_per_s / senders}
+        return {"reshard": num_bytes / device.network_bytes_per_s / senders}
     traffic = ReshardTraffic(spec, model.parallel, mesh, tp, config.cluster.devices_per_node).busiest()
     inside, outside = traffic.link / device.link_bytes_per_s, traffic.network / device.network_bytes_per_s
-    parts = {"reshard": max(inside, outside) * item}
+    parts = {"reshard": max(inside, outside) * ITEM_BYTES[dtype] / ASSUMPTIONS.link_efficiency}
     if config.sync.offload:
         held = stage_weights(spec, model, mesh, "lm", 0)
         parts["to the host and back"] = 2 * (held.parameters + held.optimizer) / device.host_bytes_per_s

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
@@ -34,6 +35,8 @@ class Buffer:
     """Length of the buffer."""
     num_owners: int
     """Number of ranks that share it in the distributed optimizer."""
+    is_float32: bool = False
+    """Whether it holds the float32 parameters of a 16-bit model. They are their own float32 copies."""
 
 
 @dataclass(frozen=True)
@@ -60,26 +63,28 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
     item = ITEM_BYTES[model.dtype]
     if not isinstance(model, TrainedModelConfig):
         layout = model.parallel
-        held = [elements for _, elements in _dense(spec, layout, stage, head)]
-        held += [elements for chunk in range(layout.vpp) for elements in _experts(spec, layout, stage, chunk)]
-        return WeightBytes(sum(held) * item, 0, 0, 0, 0, sum(held) * item)  # moved to one buffer after loading
+        held = sum(held.num_bytes(item) for held in _dense(spec, layout, stage, head))
+        held += sum(sum(_experts(spec, layout, stage, chunk)) for chunk in range(layout.vpp)) * item
+        return WeightBytes(held, 0, 0, 0, 0, held)  # moved to one buffer after loading
     rank_buffers = buffers(spec, model, mesh, head, stage)
-    padded = sum(buffer.num_padded for buffer in rank_buffers)
-    # The float32 copy of the weights, and Adam's two moments.
-    owned = sum(min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in rank_buffers)
+    owned = [min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in rank_buffers]
+    copied = sum(n for n, buffer in zip(owned, rank_buffers, strict=True) if item < 4 and not buffer.is_float32)
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
-    largest = max(elements for _, elements in _dense(spec, model.parallel, stage, head))
-    optimizer = owned * (12 if item < 4 else 8)
-    building = _building_bytes(rank_buffers, item, gradient_item)
-    own_weights = owned * 4 if item < 4 else 0
+    dense = _dense(spec, model.parallel, stage, head)
+    frozen = sum(held.num_bytes(item) for held in dense if not held.is_trained)
     return WeightBytes(
-        padded * item,
-        padded * gradient_item,
-        optimizer,
-        largest * item,
-        checkpoint=owned * 12,
-        building=max(building, own_weights),
+        sum(buffer.num_padded * _item(buffer, item) for buffer in rank_buffers) + frozen,
+        sum(buffer.num_padded * max(gradient_item, 4 * buffer.is_float32) for buffer in rank_buffers),
+        # The float32 copy of the weights, and Adam's two moments.
+        optimizer=copied * 4 + sum(owned) * 8,
+        largest_parameter=max(held.num_bytes(item) for held in dense),
+        checkpoint=sum(owned) * 12 + frozen,
+        building=max(_building_bytes(rank_buffers, item, gradient_item), copied * 4),
     )
+
+
+def _item(buffer: Buffer, item: int) -> int:
+    return 4 if buffer.is_float32 else item
 
 
 def _building_bytes(rank_buffers: Sequence[Buffer], item: int, gradient_item: int) -> int:
@@ -89,20 +94,23 @@ def _building_bytes(rank_buffers: Sequence[Buffer], item: int, gradient_item: in
     """
     missing, elsewhere, most = 0, 0, 0
     for buffer in reversed(rank_buffers):
-        elsewhere += buffer.num_elements * item
+        elsewhere += buffer.num_elements * _item(buffer, item)
         most = max(most, elsewhere - missing)
-        missing += buffer.num_padded * (item + gradient_item)
+        missing += buffer.num_padded * (_item(buffer, item) + max(gradient_item, 4 * buffer.is_float32))
     return most
 
 
 def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:
-    """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters and one for experts that are
-    reduced over other ranks."""
+    """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters, one for those that are float32
+    in a 16-bit model, and one for experts that are reduced over other ranks."""
     layout, dense_owners = model.parallel, mesh.dp * mesh.cp
     separate_experts = mesh.ep > 1 or mesh.etp != mesh.tp
+    is_wide = ITEM_BYTES[model.dtype] == 4
     made = []
     for chunk in range(layout.vpp):
-        dense = [elements for place, elements in _dense(spec, layout, stage, head) if place == chunk]
+        trained = [held for held in _dense(spec, layout, stage, head) if held.chunk == chunk and held.is_trained]
+        dense = [held.num_elements for held in trained if is_wide or not held.is_float32]
+        float32 = [held.num_elements for held in trained if held.is_float32 and not is_wide]
         experts = _experts(spec, layout, stage, chunk)
         first, last = stage == chunk == 0, (stage, chunk) == (layout.pp - 1, layout.vpp - 1)
         alone = []  # tied embeddings have their own bucket
@@ -111,27 +119,43 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
         limit = None
         if first and model.ddp.get("overlap_grad_reduce"):
             limit = model.ddp.get("bucket_size") or max(_MIN_BUCKET, 1_000_000 * dense_owners)
-        groups = [([*dense, *([] if separate_experts else experts)], alone, dense_owners)]
-        groups += [([*experts], [], mesh.edp)] if separate_experts else []
-        for members, separate, owners in groups:
+        groups = [([*dense, *([] if separate_experts else experts)], alone, dense_owners, False)]
+        groups += [(float32, [], dense_owners, True)]
+        groups += [([*experts], [], mesh.edp, False)] if separate_experts else []
+        for members, separate, owners, is_float32 in groups:
             if members or separate:
                 multiple = math.lcm(owners, _bucket_multiple(model))
                 padded = sum(_padded_buckets(members, limit, multiple)) + sum(round_up(n, multiple) for n in separate)
-                made.append(Buffer(sum(members) + sum(separate), padded, owners))
+                made.append(Buffer(sum(members) + sum(separate), padded, owners, is_float32))
     return made
 
 
-def _dense(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
-    """Return chunk and elements of each dense parameter, in the table's order, for the first rank of tp and pp."""
+class _Dense(NamedTuple):
+    """A dense parameter, or a buffer of the table."""
+
+    chunk: int
+    num_elements: int
+    is_float32: bool
+    is_trained: bool
+
+    def num_bytes(self, item: int) -> int:
+        return self.num_elements * (4 if self.is_float32 else item)
+
+
+def _dense(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[_Dense, ...]:
+    """Return each dense parameter and buffer, in the table's order, for the first rank of tp and pp."""
     # A search tries hundreds of layouts that differ only in what does not split dense parameters.
     return _dense_parameters(spec, replace(layout, cp=1, ep=1, etp=1, sequence_parallel=False), stage, head)
 
 
 @cache
-def _dense_parameters(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[tuple[int, int], ...]:
+def _dense_parameters(spec: ModelSpec, layout: ParallelConfig, stage: int, head: Head) -> tuple[_Dense, ...]:
     place = RankPlace(pp=stage)
     # A stage's experts are counted separately, because there are thousands of identical ones.
-    return tuple((shard.chunk, math.prod(shard.shape)) for shard in dense_shards(spec, layout, place, head))
+    return tuple(
+        _Dense(shard.chunk, math.prod(shard.shape), shard.dtype == "float32", shard.trained)
+        for shard in dense_shards(spec, layout, place, head)
+    )
 
 
 @cache

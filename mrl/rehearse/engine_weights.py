@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_mesh
 from mrl.config.schema import Config
-from mrl.dtypes import ITEM_BYTES
 from mrl.errors import MrlError
 from mrl.models.layout import RankPlace
 from mrl.models.parameters import Piece
@@ -99,7 +98,7 @@ class PlannedWeights:
         nodes = tuple(rank // config.cluster.devices_per_node for rank in range(num_ranks))
         layout = RolloutLayout(EngineSizes.of(config.rollout, spec), hosts, nodes)
         self._planner = ReshardPlanner(spec, config.actor.parallel, mesh, layout)
-        self._sizes = BucketSizes(config.sync.bucket_bytes, ITEM_BYTES[dtype], ALIGNMENT_BYTES)
+        self._sizes = BucketSizes(config.sync.bucket_bytes, dtype, config.actor.dtype, ALIGNMENT_BYTES)
         self._held = cache(self._pieces_held)
 
     def of(self, tp_rank: int) -> Iterator[Fused]:
@@ -115,7 +114,7 @@ class PlannedWeights:
                                 origin = moved(box, piece.target, piece.source)
                                 pieces[number].append(Piece(piece.hf, origin, moved(box, copy.source, copy.target)))
             for number, tensor in enumerate(bucket.tensors):
-                yield Fused(tensor.name, tensor.fused.shape, tuple(pieces[number]), tensor.fused.padding)
+                yield replace(tensor.fused, name=tensor.name, pieces=tuple(pieces[number]))
 
     def _pieces_held(self, rank: int) -> Mapping[tuple[int, str], tuple[Piece, ...]]:
         """Return the pieces of the parameters of a trainer rank, by chunk and name."""

@@ -10,7 +10,7 @@ from mrl.config.arithmetic import longest_sample_tokens, num_engines, samples_pe
 from mrl.config.hardware import DEFAULT_UTILIZATION, ENGINE_RESERVE_BYTES
 from mrl.config.schema import Config
 from mrl.dtypes import ITEM_BYTES
-from mrl.models.rollout_table import engine_elements
+from mrl.models.rollout_table import engine_bytes
 from mrl.models.spec import ModelSpec
 from mrl.rounding import round_up
 
@@ -57,7 +57,7 @@ class EngineDemand:
 
     @property
     def weight_bytes(self) -> int:
-        return engine_elements(self.spec, self.tp)[0] * self.item_bytes
+        return engine_bytes(self.spec, self.tp, self.dtype)[0]
 
     @property
     def utilization(self) -> float:

@@ -96,23 +96,28 @@ def _rows(transfer: Transfer, left: int, fitting: int, width: int) -> Transfer:
 class WeightExchange:
     """Executes message rounds and counts the traffic. The next message is packed while one is under way."""
 
-    def __init__(self, held: Held, transport: P2PTransport, dtype: torch.dtype, limit: int) -> None:
+    def __init__(self, held: Held, transport: P2PTransport, limit_bytes: int) -> None:
         self._held, self._transport = held, transport
-        self._buffers = torch.empty(_NUM_BUFFERS, limit, dtype=dtype, device=transport.device)
+        self._buffers = torch.empty(_NUM_BUFFERS, limit_bytes // 4, dtype=torch.float32, device=transport.device)
         self.extra_bytes = self._buffers.nbytes
         self.bytes_sent = self.bytes_received = self.num_transfers = 0
 
     def run(
-        self, planned: Sequence[MessageRound], receiving_ranks: Collection[int], matrices: Sequence[Tensor] | None
+        self,
+        planned: Sequence[MessageRound],
+        receiving_ranks: Collection[int],
+        matrices: Sequence[Tensor] | None,
+        dtype: torch.dtype,
     ) -> None:
-        """Send to the receiving ranks.
+        """Send to the receiving ranks, in messages of that dtype.
 
         Incoming messages go into the matrices; without matrices, nothing is received.
         """
         receives = self._transport.rank in receiving_ranks
-        pending: tuple[Sequence[dist.Work], list[Transfer], Tensor] = [], [], self._buffers[0]
+        buffers = self._buffers.view(dtype)
+        pending: tuple[Sequence[dist.Work], list[Transfer], Tensor] = [], [], buffers[0]
         for number, step in enumerate(planned):
-            outgoing, incoming = self._buffers[:2] if number % 2 else self._buffers[2:]
+            outgoing, incoming = buffers[:2] if number % 2 else buffers[2:]
             out: dict[int, Tensor] = {}
             into: dict[int, Tensor] = {}
             if step.sent and step.destination in receiving_ranks:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import FAMILIES
 from mrl.models.parameters import Parameter, Piece, RowRange
 from mrl.models.regions import Region, intersection, moved, num_elements
 from mrl.models.rollout_table import EngineSizes, Fused, embedding_tensors, head_tensors, layer_tensors
-from mrl.models.spec import ModelSpec
+from mrl.models.spec import ModelSpec, MoeSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM, vocabulary_parameter
 
-Kind = Literal["embedding", "dense", "experts", "head"]
-"""Kind of a group: a layer with or without experts, the embedding, or the parameters after the layers."""
+Kind: TypeAlias = Hashable
+"""Kind of a group: a kind of layer, "embedding", or "head" for the parameters after the layers."""
 
 
 class ShardOwner(NamedTuple):
@@ -51,6 +51,7 @@ class ShardIntersections:
 
     def __init__(self, spec: ModelSpec, layout: ParallelConfig, sizes: EngineSizes) -> None:
         self.spec, self.layout, self.sizes = spec, layout, sizes
+        self._examples = {kind: layers[0] for kind, layers in spec.layers_by_kind().items()}
         self.regions = cache(self._find_regions)
         self._held = cache(lambda kind: tuple(self._find_held(kind)))
 
@@ -86,7 +87,7 @@ class ShardIntersections:
             return embedding_tensors(spec, sizes, tp_rank)
         if kind == "head":
             return head_tensors(spec, sizes, tp_rank)
-        return layer_tensors(spec, sizes, tp_rank, self._example(kind))
+        return layer_tensors(spec, sizes, tp_rank, self._examples[kind])
 
     def _find_held(self, kind: Kind) -> Iterator[tuple[ShardOwner, str, Sequence[Piece]]]:
         """Yield each local parameter at each place of a stage, with the pieces of Hugging Face tensors in it."""
@@ -98,17 +99,21 @@ class ShardIntersections:
             if not spec.tied:
                 yield from self._split(vocabulary_parameter("output_layer.weight", LM_HEAD, spec))
         else:
-            for parameter in family.parameters(spec, self._example(kind)):
+            layer = self._examples[kind]
+            for parameter in family.parameters(spec, layer):
                 yield from self._split(parameter)
-        if kind == "experts" and spec.moe:
-            num_local = spec.moe.num_experts // self.layout.ep
-            for expert in range(spec.moe.num_experts):
-                ep, local = divmod(expert, num_local)
-                for parameter in family.expert(spec, self._example(kind), expert):
-                    assert parameter.split, f"{parameter.name} of an expert is not split over etp"
-                    for etp in range(self.layout.etp):
-                        name = f"mlp.experts.local_experts.{local}.{parameter.name}"
-                        yield ShardOwner(True, ep, etp), name, parameter.share(etp, self.layout.etp)[1]
+            if spec.moe and spec.has_experts(layer):
+                yield from self._experts(spec.moe, layer)
+
+    def _experts(self, moe: MoeSpec, layer: int) -> Iterator[tuple[ShardOwner, str, Sequence[Piece]]]:
+        num_local = moe.num_experts // self.layout.ep
+        for expert in range(moe.num_experts):
+            ep, local = divmod(expert, num_local)
+            for parameter in FAMILIES[self.spec.family].expert(self.spec, layer, expert):
+                assert parameter.split, f"{parameter.name} of an expert is not split over etp"
+                for etp in range(self.layout.etp):
+                    name = f"mlp.experts.local_experts.{local}.{parameter.name}"
+                    yield ShardOwner(True, ep, etp), name, parameter.share(etp, self.layout.etp)[1]
 
     def _split(self, parameter: Parameter) -> Iterator[tuple[ShardOwner, str, Sequence[Piece]]]:
         if parameter.split is None:
@@ -116,7 +121,3 @@ class ShardIntersections:
             return
         for tp in range(self.layout.tp):
             yield ShardOwner(False, 0, tp), parameter.name, parameter.share(tp, self.layout.tp)[1]
-
-    def _example(self, kind: Kind) -> int:
-        layers = range(self.spec.num_layers)
-        return next(layer for layer in layers if self.spec.has_experts(layer) == (kind == "experts"))

@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
+from mrl.dtypes import ITEM_BYTES
 from mrl.errors import PlacementError
 from mrl.models.layout import RankPlace, check_layout, layers_of_chunk
 from mrl.models.regions import Region, intersection, num_elements
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Shard, shards_of
+from mrl.models.table import Shard, float32_tensors, shards_of
 from mrl.rounding import round_up
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner, ShardRegion
 
@@ -100,15 +101,31 @@ class PlannedBucket:
     """Transfers by source rank, which may be this rank."""
     outgoing: dict[int, list[Transfer]]
     """Transfers by destination rank, never this rank."""
+    dtype: str
+    """Dtype in which its elements travel between ranks."""
 
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """Packing rules of buckets. A tensor that is larger than a slot gets its own bucket."""
+    """Packing rules of buckets. A tensor that is larger than a slot gets its own bucket.
+
+    Tensors that both sides hold in float32 next to bfloat16 travel in separate buckets.
+    """
 
     slot_bytes: int
-    itemsize: int
+    dtype: str
+    """Dtype of the engines' tensors for which their table has no other."""
+    trained_dtype: str
+    """Dtype of the trainer's model."""
     alignment: int
+
+    @property
+    def travels_as(self) -> str:
+        """Return the narrower of the two dtypes: rounding and moving commute."""
+        return min(self.dtype, self.trained_dtype, key=ITEM_BYTES.__getitem__)
+
+    def num_bytes(self, fused: Fused) -> int:
+        return math.prod(fused.shape) * ITEM_BYTES[fused.dtype or self.dtype]
 
 
 @dataclass(frozen=True)
@@ -125,9 +142,14 @@ class RankPlan:
 
     def num_received(self) -> int:
         """Return the number of elements that come from other ranks."""
+        return sum(map(self._num_received, self.buckets))
+
+    def bytes_received(self) -> int:
+        return sum(self._num_received(bucket) * ITEM_BYTES[bucket.dtype] for bucket in self.buckets)
+
+    def _num_received(self, bucket: PlannedBucket) -> int:
         return sum(
             transfer.region.num_elements
-            for bucket in self.buckets
             for source, transfers in bucket.incoming.items()
             if source != self.rank
             for transfer in transfers
@@ -146,13 +168,20 @@ class ReshardPlanner:
         self.groups = self._groups()
         self._regions = ShardIntersections(spec, layout, rollout.sizes).regions
         self._sources = cache(self._find_sources)
+        self._wide = float32_tensors(spec)
+        self._travel = cache(self._find_travel)
 
     def plan(self, rank: int, sizes: BucketSizes) -> RankPlan:
         """Return what `rank` sends, receives and keeps."""
+        buckets = [bucket for dtype in self._travel_dtypes(sizes) for bucket in self._planned(rank, sizes, dtype)]
+        return RankPlan(rank, len(self.rollout.nodes), self._worker_of.get(rank), self._worker_of, tuple(buckets))
+
+    def _planned(self, rank: int, sizes: BucketSizes, dtype: str) -> Iterator[PlannedBucket]:
+        """Yield the buckets whose elements travel in a dtype. All ranks have the same number of them."""
         own_stage, worker = self._stage(rank), self._worker_of.get(rank)
-        tensors = self._buckets(own_stage, sizes, 0 if worker is None else worker % self.rollout.sizes.tp)
+        tensors = self._buckets(own_stage, sizes, dtype, 0 if worker is None else worker % self.rollout.sizes.tp)
         other_stages = {*map(self._stage, self.rollout.hosts)} - {own_stage}
-        buckets = {own_stage: tensors} | {stage: self._buckets(stage, sizes) for stage in other_stages}
+        buckets = {own_stage: tensors} | {stage: self._buckets(stage, sizes, dtype) for stage in other_stages}
         num_buckets = max(map(len, buckets.values()))
         incoming: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
         outgoing: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
@@ -163,20 +192,14 @@ class ReshardPlanner:
         for other, host in enumerate(self.rollout.hosts if rank < self.mesh.world_size else ()):
             for bucket, _, transfer in self._transfers(other, rank, places[self._stage(host)]) if host != rank else ():
                 outgoing[bucket][host].append(transfer)
-        planned = tuple(
-            PlannedBucket(tuple(placed), dict(received), dict(sent))
-            for placed, received, sent in zip_longest(
-                [] if worker is None else tensors, incoming, outgoing, fillvalue=()
-            )
-        )
-        return RankPlan(rank, len(self.rollout.nodes), worker, self._worker_of, planned)
+        for placed, received, sent in zip_longest([] if worker is None else tensors, incoming, outgoing, fillvalue=()):
+            yield PlannedBucket(tuple(placed), dict(received), dict(sent), dtype)
 
-    def largest_tensor(self) -> int:
-        """Return the number of elements of the largest fused tensor, the lower limit of a bucket's size."""
-        shapes = [
-            fused.shape for kind in {group.kind for group in self.groups} for fused, _ in self._regions(kind, 0, None)
-        ]
-        return max(map(math.prod, shapes))
+    def largest_bytes(self, dtype: str) -> int:
+        """Return the bytes of the largest fused tensor of an engine in that dtype, the lower limit of a bucket's
+        size."""
+        tensors = [fused for kind in {group.kind for group in self.groups} for fused, _ in self._regions(kind, 0, None)]
+        return max(math.prod(fused.shape) * ITEM_BYTES[fused.dtype or dtype] for fused in tensors)
 
     def least_received(self, rank: int) -> int:
         """Return how many elements the worker on this rank's device needs and the rank does not hold: the minimum
@@ -187,7 +210,7 @@ class ReshardPlanner:
         if (worker := self._worker_of.get(rank)) is None:
             return 0
         boxes: dict[str, list[Region]] = defaultdict(list)
-        for shard in self._held(rank):
+        for shard in self.shards(rank):
             for piece in shard.pieces:
                 boxes[piece.hf].append(piece.source)
         count = 0
@@ -198,7 +221,8 @@ class ReshardPlanner:
                 count -= sum(num_elements(box) for box in overlaps if box)
         return count
 
-    def _held(self, rank: int) -> list[Shard]:
+    def shards(self, rank: int) -> list[Shard]:
+        """Return the shards that a rank holds; none if it is a receiver."""
         if rank >= self.mesh.world_size:
             return []
         at = self.mesh.coordinates(rank)
@@ -217,10 +241,24 @@ class ReshardPlanner:
             for chunk in range(layout.vpp):
                 for local, layer in enumerate(layers_of_chunk(layout, spec.num_layers, stage, chunk)):
                     site = ParameterSite(stage, chunk, f"decoder.layers.{local}.")
-                    groups.append(LayerGroup("experts" if spec.has_experts(layer) else "dense", layer, (site,)))
+                    groups.append(LayerGroup(spec.kind(layer), layer, (site,)))
         return [*groups, LayerGroup("head", 0, (last,))]
 
-    def _buckets(self, stage: int, sizes: BucketSizes, tp_rank: int = 0) -> list[list[PlannedTensor]]:
+    def _travel_dtypes(self, sizes: BucketSizes) -> list[str]:
+        kinds = {group.kind for group in self.groups}
+        return sorted({sizes.travels_as, *(dtype for kind in kinds for dtype in self._travel(kind, sizes))})
+
+    def _find_travel(self, kind: Kind, sizes: BucketSizes) -> list[str]:
+        """Return the dtype in which each tensor of a kind of group travels."""
+
+        def dtype_of(fused: Fused) -> str:
+            is_wide = any(piece.hf in self._wide for piece in fused.pieces) or sizes.trained_dtype == "float32"
+            goes_wide = (fused.dtype or sizes.dtype) == "float32"
+            return "float32" if is_wide and goes_wide else sizes.travels_as
+
+        return [dtype_of(fused) for fused, _ in self._regions(kind, 0, None)]
+
+    def _buckets(self, stage: int, sizes: BucketSizes, dtype: str, tp_rank: int = 0) -> list[list[PlannedTensor]]:
         """Return the buckets of the workers on a stage's devices: first the stage's own tensors, then the next stage's,
         and so on.
 
@@ -233,8 +271,11 @@ class ReshardPlanner:
             range(len(self.groups)), key=lambda n: (self.groups[n].sites[0].stage - stage) % self.mesh.pp
         ):
             group = self.groups[number]
+            travel = self._travel(group.kind, sizes)
             for index, (fused, _) in enumerate(self._regions(group.kind, tp_rank, None)):
-                num_bytes = math.prod(fused.shape) * sizes.itemsize
+                if travel[index] != dtype:
+                    continue
+                num_bytes = sizes.num_bytes(fused)
                 start = round_up(end, sizes.alignment)
                 if start + num_bytes > sizes.slot_bytes and buckets[-1]:
                     buckets.append([])
@@ -267,6 +308,8 @@ class ReshardPlanner:
                 continue
             turn = worker // self.rollout.sizes.tp + tp_rank + number
             for index, (_, regions) in enumerate(self._regions(group.kind, tp_rank, owners)):
+                if (number, index) not in places:  # it travels in another dtype
+                    continue
                 bucket, tensor = places[number, index]
                 for owner, region in regions.items():
                     sources = self._sources(owner, tuple(sites), host)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mrl.controller import Rendezvous
-from mrl.dtypes import torch_dtype
+from mrl.dtypes import ITEM_BYTES, torch_dtype
 from mrl.errors import EngineError, RolloutError
 from mrl.models.regions import slices
+from mrl.models.rollout_table import Fused
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import (
     Held,
@@ -93,21 +94,22 @@ class Resharder:
 
     def __init__(self, planner: ReshardPlanner, transport: P2PTransport, held: Held, spec: WeightSyncSpec) -> None:
         self.planner, self._held, self._spec, self._transport = planner, held, spec, transport
-        self._dtype, trained_dtype = torch_dtype(spec.dtype), torch_dtype(spec.trained_dtype)
-        if wrong_dtypes := {tensor.dtype for tensor in held.values()} - {trained_dtype}:
-            names = ", ".join(sorted(map(str, wrong_dtypes)))
-            raise EngineError(f"the trainer's parameters should be {trained_dtype}, but some are {names}")
-        # Rounding and moving commute, so the narrower of the two dtypes is sent.
-        self._travels_as = min(self._dtype, trained_dtype, key=lambda dtype: dtype.itemsize)
-        largest = planner.largest_tensor() * self._dtype.itemsize
-        self._slot_bytes = max(int(spec.bucket_bytes * _SLOT_SHARE), largest)
-        sizes = BucketSizes(self._slot_bytes, self._dtype.itemsize, ALIGNMENT_BYTES)
+        for shard in planner.shards(transport.rank):
+            expected = torch_dtype(shard.dtype or spec.trained_dtype)
+            if (dtype := held[shard.chunk, shard.name].dtype) != expected:
+                raise EngineError(f"`{shard.name}` of the trainer should be {expected}, but it is {dtype}")
+        self._dtype = torch_dtype(spec.dtype)
+        self._slot_bytes = max(int(spec.bucket_bytes * _SLOT_SHARE), planner.largest_bytes(spec.dtype))
+        sizes = BucketSizes(self._slot_bytes, spec.dtype, spec.trained_dtype, ALIGNMENT_BYTES)
         self.plan = planner.plan(transport.rank, sizes)
         least = planner.least_received(transport.rank)
         assert self.plan.num_received() == least, f"the plan moves {self.plan.num_received()} elements for {least}"
-        self._least_bytes = least * self._travels_as.itemsize
-        self._limit = int(self._slot_bytes * _MESSAGE_SHARE / _SLOT_SHARE) // self._travels_as.itemsize
-        self._steps = [message_schedule(self.plan, bucket, self._limit) for bucket in self.plan.buckets]
+        self._least_bytes = self.plan.bytes_received()
+        self._limit_bytes = int(self._slot_bytes * _MESSAGE_SHARE / _SLOT_SHARE) // 4 * 4
+        self._steps = [
+            message_schedule(self.plan, bucket, self._limit_bytes // ITEM_BYTES[bucket.dtype])
+            for bucket in self.plan.buckets
+        ]
         # NCCL connects a group in its first call, which needs every rank. A step involves only a few.
         transport.barrier()
 
@@ -121,13 +123,13 @@ class Resharder:
         began = time.perf_counter()
         plan = self.plan
         receiving_ranks = {host for host, worker in plan.worker_of.items() if workers is None or worker in workers}
-        exchange = WeightExchange(self._held, self._transport, self._travels_as, self._limit)
+        exchange = WeightExchange(self._held, self._transport, self._limit_bytes)
         delivery = self._delivery(version) if plan.rank in receiving_ranks else None
         for bucket, planned in zip(plan.buckets, self._steps, strict=True):
             matrices = delivery.open(bucket) if delivery else None
             if matrices is not None:
                 exchange.copy_local(bucket.incoming.get(plan.rank, ()), matrices)
-            exchange.run(planned, receiving_ranks, matrices)
+            exchange.run(planned, receiving_ranks, matrices, torch_dtype(bucket.dtype))
             if matrices is not None and delivery:
                 delivery.publish()
         if delivery:
@@ -167,7 +169,10 @@ class EngineTransfer:
         slot = self._try(self._sender.slot) if bucket.tensors else None
         if slot is None:
             return None
-        layout = [TensorView(tensor.name, self._dtype, tensor.fused.shape, tensor.offset) for tensor in bucket.tensors]
+        layout = [
+            TensorView(tensor.name, self._dtype_of(tensor.fused), tensor.fused.shape, tensor.offset)
+            for tensor in bucket.tensors
+        ]
         views = [tensor.view(slot.buffer) for tensor in layout]
         self._open = slot, layout, views
         matrices = [view.view(-1, view.shape[-1]) if view.ndim > 2 else view for view in views]
@@ -202,6 +207,9 @@ class EngineTransfer:
             f"{self._sender.receiver} does not hold version {self._version} as it was sent: {summary}",
             fix="this is a bug in the transfer or in the worker, not in the configuration; discard its samples",
         )
+
+    def _dtype_of(self, fused: Fused) -> torch.dtype:
+        return torch_dtype(fused.dtype) if fused.dtype else self._dtype
 
     def _try(self, action: Callable[[], T]) -> T | None:
         if self.failure:

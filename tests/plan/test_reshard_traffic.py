@@ -14,7 +14,7 @@ from mrl.plan.known_models import model_spec
 from mrl.plan.timing import RankTraffic, ReshardTraffic
 from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
 
-SIZES = BucketSizes(slot_bytes=64 << 20, itemsize=2, alignment=64)
+SIZES = BucketSizes(slot_bytes=64 << 20, dtype="bfloat16", trained_dtype="bfloat16", alignment=64)
 DENSE = dataclasses.replace(model_spec("Qwen2.5-0.5B"), num_layers=4, vocab=1001)
 EXPERTS = model_spec("Qwen3-30B-A3B")
 assert EXPERTS.moe is not None

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mrl.config.arithmetic import role_mesh
-from mrl.models.rollout_table import engine_elements
+from mrl.models.rollout_table import engine_bytes
 from mrl.plan.assumptions import ASSUMPTIONS, RESERVE
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.plan_input import PlanInput
@@ -109,7 +109,7 @@ def test_generation_reads_weights_and_cache_for_each_token_and_ends_with_the_lon
     samples = SAMPLES / (32 // tp)
     fits = samples * 2560 <= engine.cache_tokens
     batch = max(1.0, min(samples, math.inf if fits else engine.cache_tokens / 1536, engine.max_sequences))
-    weights = engine_elements(spec, tp)[0] * 2
+    weights = engine_bytes(spec, tp, "bfloat16")[0]
 
     def step_s(size: float) -> float:
         read = (weights + size * 1536 * engine.token_bytes) / (device.memory_bytes_per_s * ASSUMPTIONS.decode_bandwidth)
@@ -149,7 +149,7 @@ def test_weights_go_to_the_engines_and_the_trainers_memory_to_the_host_and_back(
     assert set(phase(subject(rollout__tp=2, sync__offload="false"), "weights").parts) == {"reshard"}
     apart = {"placement__pools": "{all: null, train: 16, engines: 16}"}
     apart["placement__roles"] = "{actor: train, rollout: engines}"
-    one = engine_elements(spec, 2)[0] * 2 / ASSUMPTIONS.link_efficiency / device.network_bytes_per_s
+    one = engine_bytes(spec, 2, "bfloat16")[0] / ASSUMPTIONS.link_efficiency / device.network_bytes_per_s
     assert phase(subject(rollout__tp=2, **apart), "weights").parts == pytest.approx({"reshard": one})
     apart["placement__pools"] = "{all: null, train: 16, engines: 32}"
     busy = subject(rollout__tp=2, cluster__nodes=6, **apart)
@@ -161,14 +161,14 @@ def test_an_engine_has_weights_work_space_and_the_rest_as_its_cache(tp: int) -> 
     """By hand for Qwen3-32B: h 5120, 64 heads and 8 of keys of 128, f 25600, 64 layers, 151936 tokens."""
     of = subject(rollout__tp=tp, rollout__vllm__gpu_memory_utilization=0.9)
     engine = engine_memory(of.config, of.specs["actor"], of.hardware)
-    elements, _ = engine_elements(of.specs["actor"], tp)
+    weights, _ = engine_bytes(of.specs["actor"], tp, "bfloat16")
     widest = 3 * 5120 + max((64 + 2 * 8) * 128 // tp, 3 * 25600 // tp)
     # A cache of 26,796 tokens is the limit at tp 1; at tp 2 it holds 147 samples of a quarter of 8,192.
     tokens, sequences = {1: 8192, 2: 16384, 4: 16384}[tp], 128
     work, reserve = tokens * widest * 2 + 3 * sequences * 151936 * 4, 2 << 30
-    cache = int(0.9 * of.hardware.memory_bytes) - elements * 2 - work - reserve
+    cache = int(0.9 * of.hardware.memory_bytes) - weights - work - reserve
     assert {what: size for what, size, _ in engine.parts} == {
-        "weights": elements * 2,
+        "weights": weights,
         "work space": work,
         RESERVE: reserve,
         "cache": max(0, cache),

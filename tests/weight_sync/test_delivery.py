@@ -132,7 +132,7 @@ def test_the_trainers_dtype_is_what_it_was_said_to_be(tiny: Tiny, tmp_path: Path
     planner = ReshardPlanner(read_spec(tiny("qwen3")), Layout(), Mesh(1), RolloutLayout(EngineSizes(1), (0,), (0,)))
     transport = JoinedTransport(HashStore(), 0, 1, CPU, LIMIT_S)
     spec = WeightSyncSpec(planner.rollout, (tmp_path / "0.sock",), "float32", "bfloat16")
-    with pytest.raises(EngineError, match=r"should be torch\.bfloat16, but some are torch\.float32"):
+    with pytest.raises(EngineError, match=r"should be torch\.bfloat16, but it is torch\.float32"):
         Resharder(planner, transport, held, spec)
 
 

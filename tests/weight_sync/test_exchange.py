@@ -94,7 +94,10 @@ def plan_of(rank: int, num_ranks: int) -> tuple[RankPlan, PlannedBucket]:
 
     others = [other for other in range(num_ranks) if other != rank]
     bucket = PlannedBucket(
-        (), {other: vector(other, rank) for other in others}, {other: vector(rank, other) for other in others}
+        (),
+        {other: vector(other, rank) for other in others},
+        {other: vector(rank, other) for other in others},
+        "float32",
     )
     return RankPlan(rank, num_ranks, rank, {n: n for n in range(num_ranks)}, (bucket,)), bucket
 
@@ -113,11 +116,11 @@ def test_everybody_goes_around_the_circle_in_the_same_order() -> None:
 
 def test_who_has_nothing_to_do_with_a_rank_has_no_step_for_it() -> None:
     _, bucket = plan_of(0, 4)
-    lonely = PlannedBucket((), {}, {2: bucket.outgoing[2]})
+    lonely = PlannedBucket((), {}, {2: bucket.outgoing[2]}, "float32")
     plan = RankPlan(0, 4, None, {}, (lonely,))
     (step,) = message_schedule(plan, lonely, 100)
     assert (step.destination, step.source, step.received) == (2, 2, [])
-    own = PlannedBucket((), {0: bucket.outgoing[2]}, {})
+    own = PlannedBucket((), {0: bucket.outgoing[2]}, {}, "float32")
     assert message_schedule(RankPlan(0, 4, 0, {0: 0}, (own,)), own, 100) == []
 
 
@@ -129,10 +132,13 @@ def test_what_is_sent_arrives_at_those_who_take_it_and_is_counted(receiving_rank
     def rank(number: int) -> tuple[list[list[float]], WeightExchange]:
         plan, bucket = plan_of(number, num_ranks)
         held = {(0, f"layer.from{number}"): torch.arange(50.0) + 100 * number}
-        exchange = WeightExchange(held, JoinedTransport(store, number, num_ranks, CPU, LIMIT_S), torch.float32, limit)
+        exchange = WeightExchange(held, JoinedTransport(store, number, num_ranks, CPU, LIMIT_S), 4 * limit)
         matrices = [torch.zeros(2 + source + 3 * number) for source in range(num_ranks)]
         exchange.run(
-            message_schedule(plan, bucket, limit), receiving_ranks, matrices if number in receiving_ranks else None
+            message_schedule(plan, bucket, limit),
+            receiving_ranks,
+            matrices if number in receiving_ranks else None,
+            torch.float32,
         )
         return [matrix.tolist() for matrix in matrices], exchange
 
@@ -156,7 +162,7 @@ def test_what_a_rank_holds_itself_is_copied_slice_by_slice_and_rounded() -> None
     held = {(0, "layer.q"): torch.randn(4, 4), (0, "layer.k"): torch.randn(4, 4)}
     transport: Any = type("NoWires", (), {"rank": 0, "device": CPU})
     matrices = [torch.zeros(5, 4, dtype=torch.bfloat16)]
-    WeightExchange(held, transport, torch.bfloat16, 10).copy_local([FUSED], matrices)
+    WeightExchange(held, transport, 20).copy_local([FUSED], matrices)
     expected = torch.cat([held[0, "layer.q"][:2], held[0, "layer.k"][1:4]]).bfloat16()
     assert torch.equal(matrices[0], expected)
 

@@ -23,7 +23,7 @@ from tests.models import published
 from tests.models.conftest import Tiny
 
 Ids = npt.NDArray[np.int64]
-SIZES = BucketSizes(slot_bytes=32 << 10, itemsize=4, alignment=64)
+SIZES = BucketSizes(slot_bytes=32 << 10, dtype="float32", trained_dtype="float32", alignment=64)
 
 CASES = [
     ("qwen3", Mesh(4, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(2)),
@@ -124,11 +124,11 @@ def test_no_tensor_stands_out_of_its_slot_whatever_the_slot_holds(tiny: Tiny) ->
     """Slots of every size near a tensor's end, where the remaining space for alignment matters."""
     spec, mesh = read_spec(tiny("qwen3")), Mesh(1)
     planner = ReshardPlanner(spec, Layout(), mesh, rollout_of(mesh, EngineSizes(1)))
-    whole = planner.plan(0, BucketSizes(1 << 30, 2, 4096)).buckets[0].tensors
+    whole = planner.plan(0, BucketSizes(1 << 30, "bfloat16", "bfloat16", 4096)).buckets[0].tensors
     for last in whole:
         end = last.offset + 2 * int(np.prod(last.fused.shape))
         for slot_bytes in (end - 2, end, end + 2, end + 4000):
-            for bucket in planner.plan(0, BucketSizes(slot_bytes, 2, 4096)).buckets:
+            for bucket in planner.plan(0, BucketSizes(slot_bytes, "bfloat16", "bfloat16", 4096)).buckets:
                 ends = [tensor.offset + 2 * int(np.prod(tensor.fused.shape)) for tensor in bucket.tensors]
                 assert len(ends) == 1 or ends[-1] <= slot_bytes
                 starts = [tensor.offset for tensor in bucket.tensors]
@@ -167,7 +167,7 @@ def test_each_stage_serves_another_part_of_the_workers_at_any_time(tiny: Tiny) -
     """Otherwise all workers would wait for one stage after another."""
     spec, mesh = read_spec(tiny("llama")), Mesh(4, pp=4)
     planner = ReshardPlanner(spec, Layout(pp=4), mesh, rollout_of(mesh, EngineSizes(1)))
-    plans = [planner.plan(rank, BucketSizes(1, 4, 64)) for rank in range(4)]
+    plans = [planner.plan(rank, BucketSizes(1, "float32", "float32", 64)) for rank in range(4)]
     for number in range(len(plans[0].buckets)):
         sources = [set(plan.buckets[number].incoming) for plan in plans]
         assert len(set.union(*sources)) >= 3, (number, sources)
@@ -190,7 +190,7 @@ def test_a_rank_of_the_largest_world_plans_within_a_second() -> None:
     for _ in range(3):  # the quickest: others may be using the machine
         planner = ReshardPlanner(spec, layout, mesh, rollout_of(mesh, EngineSizes(32)))
         start = time.process_time()
-        plan = planner.plan(517, BucketSizes(256 << 20, 2, 64))
+        plan = planner.plan(517, BucketSizes(256 << 20, "bfloat16", "bfloat16", 64))
         seconds.append(time.process_time() - start)
     assert min(seconds) < 1
     assert num_slices([bucket.incoming for bucket in plan.buckets]) > 45_000
