@@ -73,8 +73,8 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
-TINY_FAMILIES = tuple(family for family in CONFIGS if family != "glm4_moe")  # Megatron's buffers are not loaded yet
-MOE_FAMILIES = ("qwen3_moe", "mixtral")
+TINY_FAMILIES = tuple(CONFIGS)
+MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "mixtral")
 CORRECTION_BIAS = "e_score_correction_bias"
 
 
@@ -108,6 +108,6 @@ def make_tiny(
                 parameter += 0.1 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith(CORRECTION_BIAS):
-                buffer += bias + 0.1 * torch.randn_like(buffer)
+                buffer += bias + 0.05 * torch.randn_like(buffer)  # more, and some experts never work
     model.save_pretrained(directory, **save_options)
     return directory

@@ -98,7 +98,9 @@ def _score_head(config: AnyConfig, role: str, shape: ModelShape) -> Iterator[Pro
     if missing and (role == "critic" or isinstance(config, RmConfig)):
         part = "a critic" if role == "critic" else "a reward model"
         what = f"transformers has no {missing}, so a model of family {shape.family} cannot be {part}"
-        yield problem(config.model_of(role)[0], what, "use a model of another family for it, or an algorithm without it")
+        yield problem(
+            config.model_of(role)[0], what, "use a model of another family for it, or an algorithm without it"
+        )
 
 
 def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
