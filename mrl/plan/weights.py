@@ -63,7 +63,7 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
     item = ITEM_BYTES[model.dtype]
     if not isinstance(model, TrainedModelConfig):
         layout = model.parallel
-        held = sum(held.num_bytes(item) for held in _dense(spec, layout, stage, head))
+        held = sum(tensor.num_bytes(item) for tensor in _dense(spec, layout, stage, head))
         held += sum(sum(_experts(spec, layout, stage, chunk)) for chunk in range(layout.vpp)) * item
         return WeightBytes(held, 0, 0, 0, 0, held)  # moved to one buffer after loading
     rank_buffers = buffers(spec, model, mesh, head, stage)
@@ -71,13 +71,13 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
     copied = sum(n for n, buffer in zip(owned, rank_buffers, strict=True) if item < 4 and not buffer.is_float32)
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
     dense = _dense(spec, model.parallel, stage, head)
-    frozen = sum(held.num_bytes(item) for held in dense if not held.is_trained)
+    frozen = sum(tensor.num_bytes(item) for tensor in dense if not tensor.is_trained)
     return WeightBytes(
         sum(buffer.num_padded * _item(buffer, item) for buffer in rank_buffers) + frozen,
         sum(buffer.num_padded * max(gradient_item, 4 * buffer.is_float32) for buffer in rank_buffers),
         # The float32 copy of the weights, and Adam's two moments.
         optimizer=copied * 4 + sum(owned) * 8,
-        largest_parameter=max(held.num_bytes(item) for held in dense),
+        largest_parameter=max(tensor.num_bytes(item) for tensor in dense),
         checkpoint=sum(owned) * 12 + frozen,
         building=max(_building_bytes(rank_buffers, item, gradient_item), copied * 4),
     )

@@ -47,12 +47,12 @@ class ParameterSpec:
 
 @dataclass
 class ModuleParameters:
-    """A module that has parameters itself."""
+    """A module that is the first with some parameters, which it owns."""
 
     module: Module
     slots: dict[str, ParameterSpec]
     sharers: list[Module] = field(default_factory=list)
-    """Modules that share the parameter (tied embeddings). They pack it separately."""
+    """Modules that have only parameters of this owner (tied embeddings). They pack them separately."""
     fresh: dict[str, Tensor] = field(default_factory=dict)
     num_written: int = 0
 
@@ -151,14 +151,15 @@ def _owners(model: Module) -> dict[str, ModuleParameters]:
     first: dict[Parameter, ModuleParameters] = {}
     for prefix, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
-        shared = [first[parameter] for parameter in parameters.values() if parameter in first]
-        for owner in shared:
-            owner.sharers.append(module)
-        if parameters and not shared:
+        own = {name: parameter for name, parameter in parameters.items() if parameter not in first}
+        if own:
             before = get_layerwise_info(module).restore_metadata[0]
-            slots = {name: _slot(module, parameter, before.get(name)) for name, parameter in parameters.items()}
+            slots = {name: _slot(module, parameter, before.get(name)) for name, parameter in own.items()}
             owners[prefix] = ModuleParameters(module, slots)
-            first.update(dict.fromkeys(parameters.values(), owners[prefix]))
+            first.update(dict.fromkeys(own.values(), owners[prefix]))
+            continue
+        for parameter in parameters.values():
+            first[parameter].sharers.append(module)
     return owners
 
 

@@ -33,6 +33,41 @@ def test_the_digest_is_of_what_a_parameter_holds_and_not_of_what_came(monkeypatc
     assert expected.read()["exact.weight"] != expected.read()["rounded.weight"]
 
 
+class Packing:
+    """A method of a module that counts how often its weights were packed."""
+
+    count = 0
+
+    def process_weights_after_loading(self, module: torch.nn.Module) -> None:
+        self.count += 1
+
+
+def test_a_parameter_of_two_modules_leaves_the_second_module_its_other_parameters() -> None:
+    """The router's correction bias is a parameter of the gate and of the experts, whose weights are theirs alone."""
+    from mrl.weight_sync import vllm_parameters
+
+    layer, gate, experts, packing = torch.nn.Module(), torch.nn.Linear(3, 4, bias=False), torch.nn.Module(), Packing()
+    layer.gate, layer.experts = gate, experts
+    gate.correction_bias = experts.correction_bias = torch.nn.Parameter(torch.zeros(4))
+    experts.w13, experts.w2 = (torch.nn.Parameter(torch.zeros(4, size, 3, dtype=torch.bfloat16)) for size in (6, 5))
+    experts.quant_method = packing  # type: ignore[assignment]
+    sent = {
+        "gate.weight": torch.ones(4, 3),
+        "gate.correction_bias": torch.arange(4) / 1000 + 7,
+        "experts.w13": torch.ones(4, 6, 3).bfloat16(),
+        "experts.w2": torch.ones(4, 5, 3).bfloat16(),
+    }
+    writing, counts, expected = vllm_parameters.ParameterWriter(layer), [], Digests()
+    for name, tensor in sent.items():
+        writing.write(name, tensor)
+        expected.add(name, tensor)
+        counts.append(packing.count)
+    assert writing.finish() == expected.read()
+    assert counts == [0, 0, 0, 1], "packed once, when its own parameters are complete"
+    assert torch.equal(experts.correction_bias, sent["gate.correction_bias"])
+    assert torch.equal(experts.w2, sent["experts.w2"])
+
+
 def test_whole_tensors_are_kept_although_the_sender_uses_its_buffer_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM keeps its inputs until it has all of a module's tensors."""
     from mrl.weight_sync import vllm_parameters
