@@ -93,8 +93,10 @@ def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterato
 def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
     """Yield the tensors after the layers."""
     if sizes.whole:
-        head = {} if spec.tied else {LM_HEAD: (spec.vocab, spec.hidden)}
-        yield from _unfused(spec, {NORM: (spec.hidden,)} | head)
+        tensors: dict[str, Shape] = {NORM: (spec.hidden,)}
+        if not spec.tied:
+            tensors[LM_HEAD] = (spec.vocab, spec.hidden)
+        yield from _unfused(spec, tensors)
         return
     yield _fused(Parameter(NORM, ((RowRange(NORM, 0, spec.hidden),),)), sizes, rank)
     if not spec.tied:

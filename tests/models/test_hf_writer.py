@@ -21,6 +21,7 @@ from mrl.models.hf_writer import HfWriter, padding_token
 from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
 from mrl.models.table import shards_of
+from tests.models import float32_family
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import CORRECTION_BIAS, TINY_FAMILIES
 
@@ -39,6 +40,22 @@ def write_from_ranks(source: Path, target: Path, head: Literal["lm", "score"], *
                     if (piece.hf, piece.source) not in written:
                         written.add((piece.hf, piece.source))
                         writer.write(piece.hf, tensor[slices(piece.target)], piece.source)
+
+
+def test_float32_tensors_stay_float32_in_a_bfloat16_export(tmp_path: Path) -> None:
+    source, target = float32_family.make(tmp_path), tmp_path / "written"
+    tensors = load_file(source / "model.safetensors")
+    with HfWriter(target, read_spec(source), source, "lm", torch.bfloat16, max_file_bytes=100_000) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    wide = float32_family.float32_tensors(source)
+    written = HfReader(target)
+    for name, tensor in tensors.items():
+        expected = tensor if name in wide else tensor.bfloat16()
+        assert written.whole(name).dtype == expected.dtype, name
+        assert torch.equal(written.whole(name), expected), name
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * sum(map(torch.numel, [*tensors.values(), *wide.values()]))
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
