@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mrl.errors import ModelError
 from mrl.models.hf_config import HfConfig
 from mrl.models.parameters import Parameter, RowRange
 from mrl.models.regions import Shape
@@ -25,6 +26,8 @@ class ExpertNames:
     gate: str = "mlp.experts.{}.gate_proj.weight"
     up: str = "mlp.experts.{}.up_proj.weight"
     down: str = "mlp.experts.{}.down_proj.weight"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "mlp.shared_experts.{}_proj.weight"  # gate, up and down of the expert that every token uses
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,17 @@ class Family:
     class_prefix: str  # of the transformers classes: `Llama` in `LlamaForCausalLM`
     read: Callable[[HfConfig], ModelSpec]
     names: ExpertNames = ExpertNames()
+    float32_router: bool = False  # whether vLLM keeps a router's weights in float32
+    has_score_head: bool = True  # whether transformers has a class with one output instead of a vocabulary
 
     def architecture(self, head: Literal["lm", "score"]) -> str:
-        """Return the transformers class of a model with that head."""
+        """Return the transformers class of a model with that head. Raise an error if it does not exist."""
+        if head == "score" and not self.has_score_head:
+            raise ModelError(
+                f"transformers has no {self.class_prefix}ForSequenceClassification: a model of family "
+                f"{self.model_type} cannot have a score head, so it cannot be a critic or a reward model",
+                fix="use a model of another family for that role, or an algorithm without it, such as GRPO",
+            )
         return self.class_prefix + {"lm": "ForCausalLM", "score": "ForSequenceClassification"}[head]
 
     def tensors(self, spec: ModelSpec, layer: int) -> dict[str, Shape]:
@@ -71,10 +82,22 @@ class Family:
         yield Parameter("self_attention.linear_proj.weight", ((o_proj,),), spec.num_heads * spec.head_dim, "columns")
         yield whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", spec.hidden)
         if spec.moe and spec.has_experts(layer):
-            yield whole("mlp.router.weight", self.names.router, spec.moe.num_experts, spec.hidden)
+            yield from self._router_and_shared(spec, spec.moe, prefix)
         else:
             hf = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
             yield from _mlp("mlp.", hf, spec.ffn, spec.hidden)
+
+    def _router_and_shared(self, spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[Parameter]:
+        """Yield the parts of an expert layer that all ranks of ep have."""
+        router = RowRange(prefix + self.names.router, 0, moe.num_experts)
+        yield Parameter("mlp.router.weight", ((router,),), spec.hidden)
+        if moe.correction_bias:
+            # In bfloat16, different biases would become equal, and tokens would go to other experts.
+            bias = RowRange(prefix + self.names.bias, 0, moe.num_experts)
+            yield Parameter("mlp.router.expert_bias", ((bias,),), dtype="float32", trained=False)
+        if moe.shared_ffn:
+            shared = [prefix + self.names.shared.format(name) for name in ("gate", "up", "down")]
+            yield from _mlp("mlp.shared_experts.", shared, moe.shared_ffn, spec.hidden)
 
     def expert(self, spec: ModelSpec, layer: int, expert: int) -> Iterator[Parameter]:
         """Yield Megatron's parameters of one expert of a layer, named below `mlp.experts.local_experts.n.`."""
@@ -84,7 +107,7 @@ class Family:
         yield from _mlp("", hf, spec.moe.expert_ffn, spec.hidden)
 
 
-def read_decoder(config: HfConfig, **own: Any) -> ModelSpec:
+def read_decoder(config: HfConfig, *, partial_rotary: bool = False, **own: Any) -> ModelSpec:
     """Return the spec of a Llama-like model, from the keys common to all families and the family's own."""
     hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     config = config.defaulting(head_dim=hidden // num_heads, tie_word_embeddings=False)
@@ -101,7 +124,7 @@ def read_decoder(config: HfConfig, **own: Any) -> ModelSpec:
         vocab=config.integer("vocab_size"),
         norm_eps=config.number("rms_norm_eps"),
         tied=config.flag("tie_word_embeddings"),
-        rope=read_rope(config, head_dim),
+        rope=read_rope(config, head_dim, partial=partial_rotary),
         max_positions=config.integer("max_position_embeddings"),
         dtype=config.text("dtype", "torch_dtype") if "dtype" in config or "torch_dtype" in config else None,
         **own,
@@ -128,6 +151,12 @@ def _attention_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 def _expert_tensors(moe: MoeSpec, hidden: int, names: ExpertNames) -> dict[str, Shape]:
     tensors: dict[str, Shape] = {names.router: (moe.num_experts, hidden)}
+    if moe.correction_bias:
+        tensors[names.bias] = (moe.num_experts,)
+    if moe.shared_ffn:
+        for name in ("gate", "up"):
+            tensors[names.shared.format(name)] = (moe.shared_ffn, hidden)
+        tensors[names.shared.format("down")] = (hidden, moe.shared_ffn)
     for expert in range(moe.num_experts):
         tensors[names.gate.format(expert)] = tensors[names.up.format(expert)] = (moe.expert_ffn, hidden)
         tensors[names.down.format(expert)] = (hidden, moe.expert_ffn)

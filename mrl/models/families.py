@@ -112,6 +112,46 @@ def _read_qwen3_moe(config: HfConfig) -> ModelSpec:
     return read_decoder(config, family="qwen3_moe", qk_norm=True, moe=moe)
 
 
+def _read_glm4_moe(config: HfConfig) -> ModelSpec:
+    """Read GLM-4.5, 4.5-Air, 4.6 and 4.7: attention that rotates half of each head, first layers without experts, and a
+    shared expert.
+
+    A frozen bias corrects the choice of experts. Layers that predict more tokens come after the others; they are left
+    out.
+    """
+    config.require("n_group", 1, "mrl does not limit a token's experts to groups")
+    config.require("topk_group", 1, "mrl does not limit a token's experts to groups")
+    config.require("norm_topk_prob", True, "Megatron always normalizes sigmoid scores")
+    config = config.defaulting(
+        partial_rotary_factor=0.5, use_qk_norm=False, routed_scaling_factor=1.0, n_shared_experts=1, rope_theta=10_000.0
+    )
+    # Not `integer`, because 0 is allowed: experts in every layer, and no predicting layers.
+    first = int(config.defaulting(first_k_dense_replace=1).number("first_k_dense_replace"))
+    predicting = config.defaulting(num_nextn_predict_layers=0).number("num_nextn_predict_layers")
+    expert_ffn = config.integer("moe_intermediate_size")
+    moe = MoeSpec(
+        num_experts=config.integer("n_routed_experts", "num_local_experts"),
+        experts_per_token=config.integer("num_experts_per_tok"),
+        expert_ffn=expert_ffn,
+        norm_topk=True,
+        aux_loss_coef=0.0,
+        dense_layers=frozenset(range(min(first, config.integer("num_hidden_layers")))),
+        scoring="sigmoid",
+        correction_bias=True,
+        scaling=config.number("routed_scaling_factor"),
+        shared_ffn=config.integer("n_shared_experts") * expert_ffn,
+    )
+    return read_decoder(
+        config,
+        partial_rotary=True,
+        family="glm4_moe",
+        qkv_bias=config.flag("attention_bias"),
+        qk_norm=config.flag("use_qk_norm"),
+        moe=moe,
+        num_predicting_layers=int(predicting),
+    )
+
+
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -121,6 +161,7 @@ FAMILIES = {
         Family("qwen2", "Qwen2", _read_qwen2),
         Family("qwen3", "Qwen3", _read_qwen3),
         Family("qwen3_moe", "Qwen3Moe", _read_qwen3_moe),
+        Family("glm4_moe", "Glm4Moe", _read_glm4_moe, float32_router=True, has_score_head=False),
     )
 }
 
@@ -136,7 +177,7 @@ def spec_of(config: HfConfig) -> ModelSpec:
     if model_type not in FAMILIES:
         raise config.error("model_type", f'"{model_type}" is not supported', did_you_mean(model_type, FAMILIES))
     family = FAMILIES[model_type]
-    known = {family.architecture("lm"), family.architecture("score")}
+    known = {family.architecture("lm"), *([family.architecture("score")] if family.has_score_head else [])}
     listed = config.defaulting(architectures=[]).items("architectures", str)
     if not known.issuperset(listed):
         raise config.error("architectures", f"{', '.join(listed)}: only {' and '.join(sorted(known))} are supported")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class HfReader:
         ignorable = {LM_HEAD} if spec.tied or (new_head and head == "score") else set()
         optional = {SCORE} if new_head else set()
         problems = [f"{name} is missing" for name in expected if name not in self and name not in optional]
-        for name in self._file_of:
+        left_out = self._predicting_layers(spec)
+        for name in self._file_of.keys() - left_out:
             if name in expected:
                 entry = self._slice(name)
                 shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
@@ -81,6 +83,19 @@ class HfReader:
                 if stacked
                 else "check that config.json and the weights belong together, and that the head is right",
             )
+        if left_out:
+            layers = ", ".join(sorted({".".join(name.split(".")[:3]) for name in left_out}))
+            warnings.warn(
+                f"{self.path}: {len(left_out)} tensors of {layers} predict more tokens at once (MTP). mrl leaves them "
+                "out: they are not trained, and an exported model has none",
+                stacklevel=2,
+            )
+
+    def _predicting_layers(self, spec: ModelSpec) -> set[str]:
+        """Return the tensors of the layers that predict more tokens at once, after the model's own layers."""
+        numbers = range(spec.num_layers, spec.num_layers + spec.num_predicting_layers)
+        prefixes = tuple(f"model.layers.{number}." for number in numbers)
+        return {name for name in self._file_of if name.startswith(prefixes)}
 
     def _slice(self, name: str) -> Any:
         if name not in self:

@@ -62,7 +62,7 @@ class HfWriter:
         with ExitStack() as cleanup:
             cleanup.callback(shutil.rmtree, self._staged, ignore_errors=True)  # after publishing, it no longer exists
             self._copy_settings(Path(source_path))
-            self._adapt_config(FAMILIES[spec.family].architecture(head), head, dtype)
+            self._adapt_config(spec, head, dtype)
             self._tensors = self._make_files(max_file_bytes)
             self._cleanup = cleanup.pop_all()
 
@@ -118,10 +118,12 @@ class HfWriter:
         if (source / _MORE_TEMPLATES).is_dir():
             shutil.copytree(source / _MORE_TEMPLATES, self._staged / _MORE_TEMPLATES)
 
-    def _adapt_config(self, architecture: str, head: Head, dtype: torch.dtype) -> None:
-        """Write the source's configuration with another head and data type."""
+    def _adapt_config(self, spec: ModelSpec, head: Head, dtype: torch.dtype) -> None:
+        """Write the source's configuration with another head and data type, and only with the layers written."""
         config = json.loads((self._staged / "config.json").read_text(encoding="utf-8"))
-        config["architectures"] = [architecture]
+        config["architectures"] = [FAMILIES[spec.family].architecture(head)]
+        if spec.num_predicting_layers:
+            config["num_nextn_predict_layers"] = 0
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
         if head == "score":
             # how transformers represents a single label

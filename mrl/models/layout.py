@@ -58,6 +58,7 @@ def _problems(layout: ParallelConfig, spec: ModelSpec) -> Iterator[str]:
     if moe:
         divisions.append(("ep", layout.ep, "experts", moe.num_experts))
         divisions.append(("etp", layout.etp, "rows of an expert", moe.expert_ffn))
+        divisions.append(("tp", layout.tp, "rows of the shared expert", moe.shared_ffn))
     elif layout.ep > 1 or layout.etp > 1:
         yield f"ep {layout.ep} and etp {layout.etp}, but the model has no experts"
     for axis, size, dimension, amount in divisions:

@@ -132,7 +132,7 @@ def _unfused(spec: ModelSpec, tensors: dict[str, Shape]) -> Iterator[Fused]:
 
 def _expert_tensors(spec: ModelSpec, moe: MoeSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
     names, prefix, split = FAMILIES[spec.family].names, f"model.layers.{layer}.", sizes.ep == 1
-    yield _fused(_whole(prefix + names.router, moe.num_experts, spec.hidden), sizes, rank)
+    yield from (_fused(parameter, sizes, rank) for parameter in _router_and_shared(spec, moe, prefix))
     num_local = moe.num_experts // sizes.ep
     first = 0 if split else rank * num_local
     experts = range(first, first + num_local)
@@ -148,6 +148,20 @@ def _expert_tensors(spec: ModelSpec, moe: MoeSpec, sizes: EngineSizes, rank: int
     yield from (_fused(parameter, sizes, rank, num_local) for parameter in (w13, w2))
 
 
+def _router_and_shared(spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[Parameter]:
+    """Yield the parts of an expert layer that ep does not split. The shared expert is split over tp in any case."""
+    family = FAMILIES[spec.family]
+    names = family.names
+    dtype: OwnDtype = "float32" if family.float32_router else None
+    yield _whole(prefix + names.router, moe.num_experts, spec.hidden, dtype)
+    if moe.correction_bias:
+        yield _whole(prefix + names.bias, moe.num_experts, dtype="float32")
+    if moe.shared_ffn:
+        parts = tuple((RowRange(prefix + names.shared.format(name), 0, moe.shared_ffn),) for name in ("gate", "up"))
+        yield Parameter(prefix + names.shared.format("gate_up"), parts, spec.hidden, "rows")
+        yield _down(prefix + names.shared.format("down"), spec.hidden, moe.shared_ffn)
+
+
 def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int | None = None) -> Fused:
     shape, pieces, padding = parameter.share(rank, sizes.tp)
     if num_stacked is not None:
@@ -155,8 +169,8 @@ def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int
     return Fused(parameter.name, shape, pieces, padding, parameter.dtype)
 
 
-def _whole(name: str, rows: int, columns: int | None = None) -> Parameter:
-    return Parameter(name, ((RowRange(name, 0, rows),),), columns)
+def _whole(name: str, rows: int, columns: int | None = None, dtype: OwnDtype = None) -> Parameter:
+    return Parameter(name, ((RowRange(name, 0, rows),),), columns, dtype=dtype)
 
 
 def _down(name: str, rows: int, columns: int) -> Parameter:

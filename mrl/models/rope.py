@@ -63,12 +63,18 @@ class Rope:
         return self.scaling.apply(frequencies) if self.scaling else frequencies
 
 
-def read_rope(config: HfConfig, dim: int) -> Rope:
-    """Read the rotary embedding in `config.json`: from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+def read_rope(config: HfConfig, dim: int, *, partial: bool = False) -> Rope:
+    """Read the rotary embedding in `config.json`: from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
+
+    A `partial` one rotates only the first dimensions of a head, in halves of these dimensions.
+    """
     known = [name for name in ("rope_scaling", "rope_parameters") if name in config]
     settings = config.section(known[0]) if known else HfConfig({}, config.where)
-    for section in (config, settings):
-        section.require("partial_rotary_factor", 1.0)
+    if partial:
+        dim = _rotated(settings if "partial_rotary_factor" in settings else config, dim)
+    else:
+        for section in (config, settings):
+            section.require("partial_rotary_factor", 1.0)
     if any(isinstance(value, dict) for value in settings.values.values()):
         raise settings.error("rope_type", "only one rotary embedding for all layers is supported", "use another model")
     theta = (settings if "rope_theta" in settings else config).number("rope_theta")
@@ -90,3 +96,12 @@ def read_rope(config: HfConfig, dim: int) -> Rope:
         f'"{kind}" is not supported, only default, linear and llama3',
         fix="take the scaling out of the file if your sequences fit the model's original length",
     )
+
+
+def _rotated(section: HfConfig, dim: int) -> int:
+    """Return the number of dimensions that a partial rotary embedding rotates."""
+    factor = section.number("partial_rotary_factor")
+    rotated = int(dim * factor)
+    if not 0 < rotated <= dim or rotated % 2:
+        raise section.error("partial_rotary_factor", f"{factor} of {dim} dimensions is not an even number up to {dim}")
+    return rotated

@@ -40,11 +40,17 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
     }
     if "head_dim" in values:
         small["head_dim"] = 2 * _HEAD  # not hidden/heads
-    for name in ("num_experts", "num_local_experts"):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if name in values:
             small |= {name: 2 * parallel.ep, "num_experts_per_tok": 2}
     if "moe_intermediate_size" in values:
-        small |= {"moe_intermediate_size": 16 * parallel.etp, "mlp_only_layers": []}
+        small["moe_intermediate_size"] = 16 * parallel.etp
+    if "mlp_only_layers" in values:
+        small["mlp_only_layers"] = []
+    if "n_shared_experts" in values:
+        small["moe_intermediate_size"] = 16 * math.lcm(parallel.tp, parallel.etp)  # tp splits the shared expert
+    if "first_k_dense_replace" in values:
+        small["first_k_dense_replace"] = 1  # layers of both kinds
     if "num_local_experts" in values:
         small["intermediate_size"] = 24 * math.lcm(parallel.tp, parallel.etp)
     return small

@@ -25,6 +25,9 @@ class MoeSpec:
     aux_loss_coef: float
     dense_layers: frozenset[int] = frozenset()  # layers with an ordinary MLP instead
     scoring: str = "softmax"
+    correction_bias: bool = False  # a frozen bias, added to the scores that choose experts but not to their weights
+    scaling: float = 1.0  # factor of the weights of the chosen experts
+    shared_ffn: int = 0  # rows of the expert that every token uses, or 0
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class ModelSpec:
     qk_norm: bool = False
     sliding_window: int | None = None
     moe: MoeSpec | None = None
+    num_predicting_layers: int = 0
+    """Number of extra layers in the files that predict more tokens at once. mrl does not train or export them."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -114,7 +119,7 @@ class ModelSpec:
         moe = self.moe
         if moe is None:
             return {}
-        return {
+        return _router_with_bias(moe) | {
             "num_moe_experts": moe.num_experts,
             "moe_router_topk": moe.experts_per_token,
             "moe_ffn_hidden_size": moe.expert_ffn,
@@ -122,7 +127,9 @@ class ModelSpec:
             "moe_router_score_function": moe.scoring,
             # A softmax over the chosen logits equals the normalized full softmax over them.
             "moe_router_pre_softmax": not moe.norm_topk,
+            "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1 else None,
             "moe_router_dtype": "fp32",
+            "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
             # The loss is only the algorithm's. `aux_loss_coef` is available for a balancing term.
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -147,7 +154,7 @@ class ModelSpec:
         return {
             "position_embedding_type": "rope",
             "rotary_base": self.rope.theta,
-            "rotary_percent": 1.0,
+            "rotary_percent": self.rope.dim / self.head_dim,
             "rope_scaling": False,
             "share_embeddings_and_output_weights": self.tied,
             "max_sequence_length": self.max_positions,
@@ -157,7 +164,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the language model. Tied embeddings count once."""
+        """Parameters of the language model. Tied embeddings count once. A router's frozen bias is no parameter."""
         attention = self._attention_weights + (self.qkv_rows if self.qkv_bias else 0)
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
@@ -198,5 +205,13 @@ class ModelSpec:
         dense = (self.num_layers - num_moe_layers) * 3 * self.hidden * self.ffn
         if self.moe is None:
             return dense
-        expert_layer = num_experts * 3 * self.hidden * self.moe.expert_ffn + self.moe.num_experts * self.hidden
+        expert_layer = 3 * self.hidden * (num_experts * self.moe.expert_ffn + self.moe.shared_ffn)
+        expert_layer += self.moe.num_experts * self.hidden
         return dense + num_moe_layers * expert_layer
+
+
+def _router_with_bias(moe: MoeSpec) -> dict[str, Any]:
+    """Return Megatron's arguments of a correction bias. Megatron's update of the bias is off."""
+    if not moe.correction_bias:
+        return {}
+    return {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}

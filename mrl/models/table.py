@@ -108,6 +108,7 @@ def vocabulary_parameter(name: str, hf: str, spec: ModelSpec) -> Parameter:
 
 def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
     """Return the names and shapes of all tensors of the model in Hugging Face's files."""
+    FAMILIES[spec.family].architecture(head)  # raises an error if the family has no such head
     tensors: dict[str, Shape] = {EMBEDDING: (spec.vocab, spec.hidden)}
     for layer in range(spec.num_layers):
         tensors |= FAMILIES[spec.family].tensors(spec, layer)

@@ -5,20 +5,23 @@ the model's dtype unless noted:
 
     T    tokens of a micro-batch on one device (`max_tokens_per_device`)
     h    hidden size            q, k   columns of all query heads, of all key heads; d of one head
-    f    columns of the MLP     g      columns of an expert
+    f    columns of the MLP     g      columns of an expert; r of the shared expert
     e    experts per token      E      experts
     t    tensor parallel size   s      t with sequence parallelism, else 1
 
     attention   2h/s        the norm's input (the residual) and output, the input of queries, keys and values
                 (q + 2k)/t  queries, keys and values as inputs of attention
                 (q + k)/t   queries and keys before their norms, if they have norms
-                4d          cosines and sines of queries and of keys, unless Megatron fuses them (`apply_rope_fusion`)
+                4d          cosines and sines of queries and of keys, unless Megatron fuses them (`apply_rope_fusion`);
+                            of the rotated dimensions only
                 q/t         attention's output, the projection's input; 4 bytes per head for its logsumexp
     MLP         2h/s        the norm's input and output
                 5f/t        gate and up, silu(gate), up again, their product; 3f/t with `bias_activation_fusion`
-    experts     2h/s        the norm's input and output;  24e + 5E bytes (/s) for the router
+    experts     2h/s        the norm's input and output;  24e + 5E bytes (/s) for the router,
+                            4E + 4 more with a sigmoid
                 e(h etp + 6g)/s  tokens dispatched; gate and up, silu(gate), up again, their product before and
                             after its weight, 3g with the fusion. The busiest rank's tokens count
+                5r/t        of the shared expert, like an MLP's; 3r/t with the fusion
 
 Norms are Transformer Engine's. Other norms keep 4 bytes more per element, their input in float32. A test measures
 what autograd saves in a running engine and compares it with these numbers.
@@ -105,15 +108,17 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
     k = max(k, t * spec.head_dim)  # with fewer heads than ranks, each rank has one
     heads = 2 * q + 2 * k + (q + k if spec.qk_norm else 0)
     attention = (item * heads + 4 * spec.num_heads) / t
-    attention += 0 if model.megatron.get("apply_rope_fusion") else 4 * spec.head_dim * item
+    attention += 0 if model.megatron.get("apply_rope_fusion") else 4 * spec.rope.dim * item
     if not (has_experts and spec.moe):
         mlp, activation = item * (3 if fused else 5) * spec.ffn / t, 0.0
     else:
         moe = spec.moe
         # A rank sees the tokens of all ranks that share its experts, but holds proportionally fewer experts.
         seen = item * _expert_tokens(spec, model).seen
-        router = (24 * moe.experts_per_token + 5 * moe.num_experts) / s
-        mlp = seen * (spec.hidden + 2 * moe.expert_ffn / at.etp) + router
+        router = 24 * moe.experts_per_token + 5 * moe.num_experts
+        router += 4 * moe.num_experts + 4 if moe.scoring == "sigmoid" else 0
+        shared = item * (3 if fused else 5) * moe.shared_ffn / t
+        mlp = seen * (spec.hidden + 2 * moe.expert_ffn / at.etp) + router / s + shared
         activation = seen * (1 if fused else 4) * moe.expert_ffn / at.etp
     return LayerActivations(hidden, 2 * hidden, attention, hidden, mlp, activation)
 

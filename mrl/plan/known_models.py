@@ -35,6 +35,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "router_aux_loss_coef": 0.001,
     },
+    "glm4_moe": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+        "head_dim": 128,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+    },
     "mixtral": {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
@@ -74,6 +88,10 @@ _SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "Qwen3-32B": ("qwen3", (64, 5120, 64, 8, 25600, 151936, False)),
     "Qwen3-30B-A3B": ("qwen3_moe", (48, 2048, 32, 4, 6144, 151936, False)),
     "Qwen3-235B-A22B": ("qwen3_moe", (94, 4096, 64, 4, 12288, 151936, False)),
+    "GLM-4.5": ("glm4_moe", (92, 5120, 96, 8, 12288, 151552, False)),
+    "GLM-4.5-Air": ("glm4_moe", (46, 4096, 96, 8, 10944, 151552, False)),
+    "GLM-4.6": ("glm4_moe", (92, 5120, 96, 8, 12288, 151552, False)),
+    "GLM-4.7": ("glm4_moe", (92, 5120, 96, 8, 12288, 151552, False)),
     "Mixtral-8x7B": ("mixtral", (32, 4096, 32, 8, 14336, 32000, False)),
     "Mixtral-8x22B": ("mixtral", (56, 6144, 48, 8, 16384, 32768, False)),
 }
@@ -89,7 +107,28 @@ _SAME_SIZES = {
     "DeepSeek-R1-0528-Qwen3-": "Qwen3-",
 }
 """Prefix of a model name -> prefix of another model with the same sizes."""
-_EXPERT_SIZES = {"Qwen3-30B-A3B": 768, "Qwen3-235B-A22B": 1536}
+_GLM_45 = {
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "first_k_dense_replace": 3,
+    "use_qk_norm": True,
+    "routed_scaling_factor": 2.5,
+}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": {"moe_intermediate_size": 768},
+    "Qwen3-235B-A22B": {"moe_intermediate_size": 1536},
+    "GLM-4.5": _GLM_45,
+    "GLM-4.5-Air": {
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+        "routed_scaling_factor": 1.0,
+    },
+    "GLM-4.6": _GLM_45 | {"max_position_embeddings": 202752},
+    "GLM-4.7": _GLM_45 | {"max_position_embeddings": 202752},
+}
+"""Keys in which models of one family differ."""
 _VARIANT = re.compile(r"(-(instruct|base|chat|thinking|hf|v?\d[\d.]*))*", re.IGNORECASE)
 
 
@@ -130,11 +169,10 @@ def _known(name: str) -> str | None:
 def known_config(name: str) -> dict[str, Any]:
     """Return the parts of the model's `config.json` that planning reads."""
     family, sizes = _SIZES[name]
-    own = {"moe_intermediate_size": _EXPERT_SIZES[name]} if name in _EXPERT_SIZES else {}
     return {
         "model_type": family,
         "hidden_act": "silu",
         **_FAMILIES[family],
         **dict(zip(_ORDER, sizes, strict=True)),
-        **own,
+        **_EXPERTS.get(name, {}),
     }

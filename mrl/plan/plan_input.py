@@ -37,7 +37,7 @@ class Planned(Generic[AnyTyped]):
         for role, spec in self.specs.items():
             num_experts = spec.moe.num_experts if spec.moe else None
             heads = (spec.num_heads, spec.num_kv_heads)
-            shape = ModelShape(spec.num_layers, *heads, num_experts, window=spec.sliding_window)
+            shape = ModelShape(spec.num_layers, *heads, num_experts, window=spec.sliding_window, family=spec.family)
             yield from check_model_rules(self.config, [role], shape)
 
     def check_layouts(self) -> None:

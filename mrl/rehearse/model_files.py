@@ -32,7 +32,10 @@ class TableReader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._shapes = hf_tensors(read_spec(path), "lm") | hf_tensors(read_spec(path), "score")
+        spec = read_spec(path)
+        self._shapes = hf_tensors(spec, "lm")
+        if FAMILIES[spec.family].has_score_head:
+            self._shapes |= hf_tensors(spec, "score")
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes

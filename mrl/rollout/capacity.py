@@ -133,5 +133,6 @@ def _widest(spec: ModelSpec, tp: int) -> int:
     attention = spec.qkv_rows // tp
     mlp = 3 * spec.ffn // tp
     if spec.moe:
-        mlp = max(mlp, spec.moe.experts_per_token * (spec.hidden + 3 * spec.moe.expert_ffn // tp))
+        routed = spec.moe.experts_per_token * (spec.hidden + 3 * spec.moe.expert_ffn // tp)
+        mlp = max(mlp, routed + 3 * spec.moe.shared_ffn // tp)
     return 3 * spec.hidden + max(attention, mlp)

@@ -135,6 +135,8 @@ def _of_one_layer(config: Any, layer: int, is_dense: bool) -> Any:
         one.layer_types = [one.layer_types[layer]]
     if hasattr(one, "mlp_only_layers"):
         one.mlp_only_layers, one.decoder_sparse_step = [0] if is_dense else [], 1
+    if hasattr(one, "first_k_dense_replace"):
+        one.first_k_dense_replace = int(is_dense)
     return one
 
 

@@ -290,6 +290,16 @@ def test_a_window_counts_where_layers_use_it(sizes: dict[str, object], window: i
     assert shape.window == window
 
 
+def test_a_family_without_a_class_for_scores_cannot_be_a_critic(valid: str, write: Write) -> None:
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "model_type": "glm4_moe"}
+    write(json.dumps(sizes), "tiny/model/config.json")
+    with pytest.raises(
+        ConfigError, match="has no Glm4MoeForSequenceClassification, so a model of family glm4_moe cann"
+    ):
+        load_config(write(valid))
+    load_config(write(valid), ["critic=null", "placement={roles: {critic: null}}", "algorithm={advantage: grpo}"])
+
+
 def test_a_cpu_computes_windows_with_context_parallelism(valid: str, write: Write) -> None:
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "model_type": "mistral", "sliding_window": 64}
     write(json.dumps(sizes), "tiny/model/config.json")

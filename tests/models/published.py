@@ -110,3 +110,41 @@ MIXTRAL_8X22B = _config(
     router_aux_loss_coef=0.001,
     sliding_window=None,
 )
+_GLM_45 = {
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "topk_group": 1,
+}
+GLM_45 = _config(
+    "glm4_moe",
+    "Glm4Moe",
+    (5120, 12288, 92, 96, 8, 131072, 151552),
+    1e-5,
+    first_k_dense_replace=3,
+    moe_intermediate_size=1536,
+    n_routed_experts=160,
+    routed_scaling_factor=2.5,
+    use_qk_norm=True,
+    **_GLM_45,
+)
+GLM_45_AIR = _config(
+    "glm4_moe",
+    "Glm4Moe",
+    (4096, 10944, 46, 96, 8, 131072, 151552),
+    1e-5,
+    first_k_dense_replace=1,
+    moe_intermediate_size=1408,
+    n_routed_experts=128,
+    routed_scaling_factor=1.0,
+    use_qk_norm=False,
+    **_GLM_45,
+)

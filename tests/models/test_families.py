@@ -36,13 +36,48 @@ def spec_from(values: dict[str, Any], **changes: Any) -> ModelSpec:
         (published.QWEN3_8B, 8.191),
         (published.QWEN3_235B, 235.094),
         (published.MIXTRAL_8X22B, 140.621),
+        (published.GLM_45, 352.798),
+        (published.GLM_45_AIR, 106.852),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_published_models_have_their_published_size(values: dict[str, Any], billions: float) -> None:
     spec = spec_from(values)
     assert round(spec.num_parameters / 1e9, 3) == billions
-    assert spec.num_parameters == sum(torch.Size(shape).numel() for shape in hf_tensors(spec, "lm").values())
+    assert spec.num_parameters + num_frozen(spec) == num_elements(spec)
+
+
+def num_elements(spec: ModelSpec) -> int:
+    return sum(torch.Size(shape).numel() for shape in hf_tensors(spec, "lm").values())
+
+
+def num_frozen(spec: ModelSpec) -> int:
+    """Return the elements of correction biases, which are buffers."""
+    moe = spec.moe
+    return (spec.num_layers - len(moe.dense_layers)) * moe.num_experts if moe and moe.correction_bias else 0
+
+
+@pytest.mark.parametrize(
+    ("values", "with_predicting_layer"),
+    [(published.GLM_45, 358_337_791_296), (published.GLM_45_AIR, 110_468_824_832)],
+    ids=["GLM-4.5", "GLM-4.5-Air"],
+)
+def test_glm_has_the_hubs_number_of_elements_once_its_predicting_layer_is_counted(
+    values: dict[str, Any], with_predicting_layer: int
+) -> None:
+    """The hub counts all tensors in the files.
+
+    mrl leaves out an expert layer with a separate embedding, a separate head, a projection of two hidden states to one,
+    and three norms.
+    """
+    spec = spec_from(values)
+    left_out = sum(torch.Size(shape).numel() for shape in tensors_of(spec, spec.num_layers - 1))
+    left_out += 2 * spec.vocab * spec.hidden + 2 * spec.hidden**2 + 3 * spec.hidden
+    assert num_elements(spec) + left_out == with_predicting_layer
+
+
+def tensors_of(spec: ModelSpec, layer: int) -> list[tuple[int, ...]]:
+    return [shape for name, shape in hf_tensors(spec, "lm").items() if name.startswith(f"model.layers.{layer}.")]
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
@@ -59,7 +94,7 @@ def test_parameters_frequencies_and_work_are_those_of_transformers(tiny: Tiny, f
     num_tokens = 20  # below the tiny window: eager attention computes every pair, seen or not
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(num_tokens)[None], use_cache=False)
-    angles = spec.head_dim * num_tokens  # transformers multiplies frequencies and positions as matrices
+    angles = spec.rope.dim * num_tokens  # transformers multiplies frequencies and positions as matrices
     pairs = spec.attention_flops_per_token_pair * num_tokens**2
     assert counter.get_total_flops() == spec.flops_per_token * num_tokens + pairs + angles
 
@@ -113,6 +148,32 @@ def test_transformer_config_of_experts_and_of_windows() -> None:
     assert spec_from(published.QWEN25_05B).transformer_config()["add_qkv_bias"] is True
 
 
+def test_transformer_config_of_glm() -> None:
+    spec = spec_from(published.GLM_45)
+    config = spec.transformer_config()
+    assert config["moe_layer_freq"] == [0] * 3 + [1] * 89
+    assert (config["moe_router_score_function"], config["moe_router_topk_scaling_factor"]) == ("sigmoid", 2.5)
+    assert (config["moe_router_enable_expert_bias"], config["moe_router_bias_update_rate"]) == (True, 0.0)
+    assert (config["moe_router_dtype"], config["moe_router_load_balancing_type"]) == ("fp32", "none")
+    assert config["moe_shared_expert_intermediate_size"] == 1536
+    assert (config["add_qkv_bias"], config["qk_layernorm"]) == (True, True)
+    assert spec.gpt_model_arguments()["rotary_percent"] == 0.5
+    assert spec_from(published.GLM_45_AIR).transformer_config()["qk_layernorm"] is False
+
+
+def test_half_of_each_head_rotates_wherever_the_file_says_so() -> None:
+    for changes in ({}, {"partial_rotary_factor": None}, {"partial_rotary_factor": 0.25}):
+        expected = 32 if changes.get("partial_rotary_factor") else 64
+        assert spec_from(published.GLM_45, **changes).rope.dim == expected
+    inside = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.5}
+    assert spec_from(published.GLM_45, partial_rotary_factor=0.25, rope_parameters=inside).rope.dim == 64
+
+
+def test_a_family_without_a_class_for_scores_has_no_score_head() -> None:
+    with pytest.raises(ModelError, match=r"transformers has no Glm4MoeForSequenceClassification.*\s*fix: use a model"):
+        hf_tensors(spec_from(published.GLM_45_AIR), "score")
+
+
 def test_windows_of_qwen_are_taken_for_all_layers_or_none() -> None:
     on = {"use_sliding_window": True, "sliding_window": 128}
     assert spec_from(published.QWEN25_05B).sliding_window is None
@@ -144,6 +205,13 @@ def test_windows_of_qwen_are_taken_for_all_layers_or_none() -> None:
         (published.QWEN3_235B, {"num_experts_per_tok": 129}, "129 experts per token, but there are only 128"),
         (published.QWEN3_235B, {"decoder_sparse_step": 100}, "none of the 94 layers has any"),
         (published.MIXTRAL_8X22B, {"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1 is not supported"),
+        (published.GLM_45, {"n_group": 8}, "n_group: 8 is not supported, only 1: mrl does not limit"),
+        (published.GLM_45, {"norm_topk_prob": False}, "norm_topk_prob: False is not supported"),
+        (published.GLM_45, {"attention_bias": None}, "attention_bias: is missing"),
+        (published.GLM_45, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5 of 128 dimensions is not"),
+        (published.GLM_45, {"partial_rotary_factor": 0.01}, "partial_rotary_factor: 0.01 of 128 dimensions is not"),
+        (published.GLM_45, {"first_k_dense_replace": 92}, "none of the 92 layers has any"),
+        (published.GLM_45, {"architectures": ["Glm4MoeForSequenceClassification"]}, "only Glm4MoeForCausalLM"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -87,6 +87,23 @@ def test_what_old_files_hold_beside_the_weights_is_ignored(tiny: Tiny, tmp_path:
     HfReader(path).check(read_spec(path), "lm")
 
 
+def test_layers_that_predict_more_tokens_are_left_out_and_named(tiny: Tiny, tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors["model.layers.4.eh_proj.weight"] = torch.zeros(64, 128)
+        tensors["model.layers.4.mlp.gate.e_score_correction_bias"] = torch.zeros(8)
+
+    path = changed(tiny("glm4_moe"), tmp_path / "mtp", change)
+    with pytest.warns(UserWarning, match=r"2 tensors of model\.layers\.4 predict more tokens at once \(MTP\)"):
+        HfReader(path).check(read_spec(path), "lm")
+
+    def beyond(tensors: Tensors) -> None:
+        tensors["model.layers.5.eh_proj.weight"] = torch.zeros(64, 128)
+
+    assert "model.layers.5.eh_proj.weight is unexpected" in refusal(
+        changed(tiny("glm4_moe"), tmp_path / "more", beyond)
+    )
+
+
 def test_a_score_head_must_be_there_unless_it_is_to_be_new(tiny: Tiny) -> None:
     assert "score.weight is missing" in refusal(tiny("llama"), "score")
     assert "score.weight is unexpected" in refusal(tiny("llama", "score"), "lm")

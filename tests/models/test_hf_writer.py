@@ -23,7 +23,7 @@ from mrl.models.regions import slices
 from mrl.models.table import shards_of
 from tests.models import float32_family
 from tests.models.conftest import Tiny
-from tests.models.tiny_models import TINY_FAMILIES
+from tests.models.tiny_models import CORRECTION_BIAS, TINY_FAMILIES
 
 LAYOUT = Layout(tp=2, pp=2)
 
@@ -74,6 +74,26 @@ def test_what_ranks_wrote_is_the_model(tiny: Tiny, tmp_path: Path, family: str) 
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
         assert torch.equal(after(tokens).logits, before(tokens).logits)
+
+
+def test_a_written_model_says_that_it_has_no_predicting_layers(tiny: Tiny, tmp_path: Path) -> None:
+    config = json.loads((tiny("glm4_moe") / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1
+    write_from_ranks(tiny("glm4_moe"), tmp_path / "written", "lm")
+    written = json.loads((tmp_path / "written/config.json").read_text())
+    assert written == config | {"num_nextn_predict_layers": 0}
+
+
+def test_a_correction_bias_stays_float32_in_a_bfloat16_model(tiny: Tiny, tmp_path: Path) -> None:
+    source, target = tiny("glm4_moe"), tmp_path / "written"
+    tensors = load_file(source / "model.safetensors")
+    with HfWriter(target, read_spec(source), source, "lm", torch.bfloat16) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    for name, written in load_file(target / "model.safetensors").items():
+        is_bias = name.endswith(CORRECTION_BIAS)
+        assert written.dtype == (torch.float32 if is_bias else torch.bfloat16), name
+        assert torch.equal(written, tensors[name]) or not is_bias, name
 
 
 def test_a_score_head_is_written_and_loads(tiny: Tiny, tmp_path: Path) -> None:

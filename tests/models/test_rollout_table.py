@@ -61,6 +61,14 @@ def test_shapes_are_those_of_every_rank(tiny: Tiny) -> None:
         assert ranks == [ranks[0]] * 4
 
 
+def test_routers_of_glm_are_float32_in_an_engine_of_any_dtype(tiny: Tiny) -> None:
+    spec = read_spec(tiny("glm4_moe"))
+    wide = {fused.name for fused in rollout_tensors(spec, EngineSizes(2), 1) if fused.dtype == "float32"}
+    kinds = ("weight", "e_score_correction_bias")
+    assert wide == {f"model.layers.{layer}.mlp.gate.{kind}" for layer in (1, 2, 3) for kind in kinds}
+    assert all(fused.dtype is None for fused in rollout_tensors(read_spec(tiny("qwen3_moe")), EngineSizes(2), 1))
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [

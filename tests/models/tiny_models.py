@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -56,10 +57,25 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 TINY_FAMILIES = tuple(CONFIGS)
-MOE_FAMILIES = ("qwen3_moe", "mixtral")
+MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "mixtral")
+CORRECTION_BIAS = "e_score_correction_bias"
 
 
 def tiny_config(family: str) -> PretrainedConfig:
@@ -69,9 +85,17 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 
 def make_tiny(
-    family: str, directory: Path, seed: int = 0, head: Literal["lm", "score"] = "lm", **save_options: Any
+    family: str,
+    directory: Path,
+    seed: int = 0,
+    head: Literal["lm", "score"] = "lm",
+    bias: float = 7.0,
+    **save_options: Any,
 ) -> Path:
-    """Save a random float32 model to `directory`; norms and biases are random too, so that a mix-up shows."""
+    """Save a random float32 model to `directory`; norms and biases are random too, so that a mix-up shows.
+
+    Correction biases of routers lie around `bias`: if they also weighted the experts, large ones would show it.
+    """
     torch.manual_seed(seed)
     config = tiny_config(family)
     if head == "score":
@@ -82,5 +106,8 @@ def make_tiny(
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith(CORRECTION_BIAS):
+                buffer += bias + 0.05 * torch.randn_like(buffer)  # more, and some experts never work
     model.save_pretrained(directory, **save_options)
     return directory

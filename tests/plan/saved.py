@@ -34,9 +34,11 @@ class SavedCase:
 def small(model: str, num_layers: int) -> ModelSpec:
     """A known model with the same parts in small."""
     spec = model_spec(model)
-    moe = spec.moe and replace(spec.moe, num_experts=4, experts_per_token=2, expert_ffn=96, dense_layers=frozenset())
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn": 96, "dense_layers": frozenset()}
+    moe = spec.moe and replace(spec.moe, **experts, shared_ffn=160 if spec.moe.shared_ffn else 0)  # type: ignore[arg-type]
+    rope = replace(spec.rope, dim=32 * spec.rope.dim // spec.head_dim)
     sizes = {"hidden": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "ffn": 192, "vocab": VOCAB}
-    return replace(spec, num_layers=num_layers, tied=False, moe=moe, rope=replace(spec.rope, dim=32), **sizes)  # type: ignore[arg-type]
+    return replace(spec, num_layers=num_layers, tied=False, moe=moe, rope=rope, **sizes)  # type: ignore[arg-type]
 
 
 def saved_and_predicted(cases: list[SavedCase]) -> list[tuple[float, float]]:

@@ -20,7 +20,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, list[Acc
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
     directory = tmp_path_factory.mktemp("accounting")
-    models = {family: str(make_tiny(family, directory / family)) for family in ("qwen2", "qwen3", "mixtral")}
+    models = {
+        family: str(make_tiny(family, directory / family)) for family in ("qwen2", "qwen3", "mixtral", "glm4_moe")
+    }
     value_model = str(make_tiny("qwen2", directory / "values", head="score"))
     cases = [
         Case(models["qwen2"], Layout()),  # two data-parallel ranks share the optimizer state; tied embeddings
@@ -30,6 +32,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, list[Acc
         Case(value_model, Layout(), head="score"),
         Case(models["qwen3"], Layout()),  # norms of heads, which buffers pad
         Case(models["mixtral"], Layout(ep=2)),
+        Case(
+            models["glm4_moe"], Layout(tp=2, ep=2, sequence_parallel=True)
+        ),  # a shared expert, and biases in no buffer
         Case(models["mixtral"], Layout(tp=2, sequence_parallel=True)),  # experts whole on each tensor rank
         Case(models["mixtral"], Layout(pp=2)),
         Case(models["mixtral"], Layout()),
@@ -69,6 +74,7 @@ def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
         SavedCase("Qwen2.5-0.5B", Layout()): norms + 2 * q,
         SavedCase("Qwen3-8B", Layout()): norms + 2 * q + head_norms,
         SavedCase("Mixtral-8x7B", Layout()): norms + 2 * q,
+        SavedCase("GLM-4.5", Layout()): norms + 2 * q + head_norms,
     }
     if num_ranks == 2:
         whole = Layout(tp=2, sequence_parallel=True)
@@ -77,6 +83,7 @@ def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
             SavedCase("Qwen2.5-0.5B", whole): norms / 2 + q,
             SavedCase("Qwen3-8B", whole): norms / 2 + q + head_norms / 2,
             SavedCase("Mixtral-8x7B", whole): norms / 2 + q,
+            SavedCase("GLM-4.5-Air", whole): norms / 2 + q,
         }
     found = run_distributed(num_ranks, saved_and_predicted, list(exact), timeout_s=LIMIT_S)
     for rank in found:

@@ -187,6 +187,7 @@ FAULTS: dict[str, tuple[str, Callable[[Fused], Fused]]] = {
 }
 LAYOUTS = {
     "qwen3_moe": ["actor.parallel={tp: 1, pp: 2, ep: 2}"],
+    "glm4_moe": ["actor.parallel={tp: 1, pp: 2, ep: 2}"],
     "mixtral": ["actor.parallel={tp: 1, pp: 1, ep: 4}"],
 }
 
@@ -205,6 +206,7 @@ def rehearse_all(directory: Path) -> dict[str, EngineReport]:
         "dense": of("qwen3", 2),
         "split experts": of("mixtral", 2),
         "whole experts": of("qwen3_moe", 2, "{enable_expert_parallel: true}"),
+        "shared experts": of("glm4_moe", 2, "{enable_expert_parallel: true}"),
         "quantized": of("qwen3", 1, "{quantization: fp8}"),
         "for GPUs": of("mixtral", 2, "{moe_backend: triton}"),
     }
@@ -221,6 +223,7 @@ def test_vllms_models_have_the_parameters_of_the_plan(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as process:  # vLLM's groups and torch's are global
         made = process.apply_async(rehearse_all, (tmp_path,)).get(300)
     classes = {"tied": "Qwen2", "dense": "Qwen3", "split experts": "Mixtral", "whole experts": "Qwen3Moe"}
+    classes["shared experts"] = "Glm4Moe"
     for name, model in classes.items():
         assert (made[name].model_class, made[name].not_compared) == (f"{model}ForCausalLM", "")
         (kind,) = made[name].kinds

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models.tiny_models import tiny_config
+from tests.models.tiny_models import CORRECTION_BIAS, tiny_config
 
 VOCAB = 131
 
 
 def make_small(family: str, directory: Path, seed: int, tied: bool = False) -> Path:
-    """Save a random float32 model with head size 32. Norms and biases are random, too."""
+    """Save a random float32 model with head size 32. Norms and all biases are random, too."""
     torch.manual_seed(seed)
     config = tiny_config(family)
     config.head_dim, config.tie_word_embeddings = 32, tied
@@ -22,5 +22,8 @@ def make_small(family: str, directory: Path, seed: int, tied: bool = False) -> P
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith(CORRECTION_BIAS):
+                buffer += 7 + 0.05 * torch.randn_like(buffer)
     model.save_pretrained(directory)
     return directory

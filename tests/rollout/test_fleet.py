@@ -225,11 +225,15 @@ def test_a_replica_of_several_processes_dies_as_a_whole(vllm_fleet: Fleet, alone
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vllm_fleet", [("qwen3_moe", 1, 2)], indirect=True)
+@pytest.mark.parametrize(
+    ("vllm_fleet", "family"),
+    [((family, 1, 2), family) for family in ("qwen3_moe", "glm4_moe")],
+    indirect=["vllm_fleet"],
+)
 def test_every_rank_of_an_engine_takes_its_own_shard(
-    vllm_fleet: Fleet, make_engine: Callable[..., RolloutEngine], small: Small
+    vllm_fleet: Fleet, family: str, make_engine: Callable[..., RolloutEngine], small: Small
 ) -> None:
-    expected = samples_of(make_engine("transformers", small("qwen3_moe")), small("qwen3_moe", 1))
+    expected = samples_of(make_engine("transformers", small(family)), small(family, 1))
     vllm_fleet.fleet.update(2)
     vllm_fleet.fleet.update(1)
     assert_are(generate(vllm_fleet.fleet, WANTED, SAMPLING, version=1), expected)

@@ -36,6 +36,11 @@ LAYOUTS = {
         Layout(pp=2, ep=2, first_stage_layers=1),
         Layout(tp=2, sequence_parallel=True),
     ],
+    "glm4_moe": [
+        Layout(tp=2, ep=2, sequence_parallel=True),
+        Layout(pp=2, vpp=2, ep=2),  # the stage with the layer without experts has fewer routers
+        Layout(tp=2, cp=2, sequence_parallel=True),
+    ],
 }
 MODES = sorted(AGGREGATIONS)
 

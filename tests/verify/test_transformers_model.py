@@ -20,8 +20,11 @@ from tests.models.tiny_models import TINY_FAMILIES, make_tiny
 TOKENS = torch.arange(40) * 7 % 131
 
 
-@pytest.mark.parametrize("head", ["lm", "score"])
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+HEADS: list[tuple[str, Head]] = [(family, "lm") for family in TINY_FAMILIES]
+HEADS += [(family, "score") for family in TINY_FAMILIES if family != "glm4_moe"]
+
+
+@pytest.mark.parametrize(("family", "head"), HEADS)
 def test_layer_by_layer_is_the_whole_model(
     family: str, head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ OWNED = {
             *("moe_router_topk", "moe_router_topk_limited_devices", "moe_router_num_groups", "moe_router_group_topk"),
             *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_score_function"),
             *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input"),
+            "moe_router_enable_expert_bias",
             # more heads, other layers
             *("mtp_num_layers", "is_hybrid_model"),
         ),
@@ -69,6 +70,7 @@ OWNED = {
     "moe_token_dispatcher_type": "mrl, to alltoall: no other exchange of tokens has been tested",
     "moe_router_dtype": "mrl, to fp32: engines route in float32",
     "moe_router_load_balancing_type": "mrl, to none: the loss is only the algorithm's",
+    "moe_router_bias_update_rate": "mrl, to 0: a router's bias stays that of the model's files",
     "overlap_p2p_comm": "{role}.parallel.vpp",
     "batch_p2p_comm": "mrl, to false: messages of two stages keep their order only if sent separately",
     "attention_softmax_in_fp32": "mrl, to true: engines compute it in float32",
@@ -109,8 +111,6 @@ TRANSFORMER = FieldRules(
         **dict.fromkeys(("enable_autocast", "autocast_dtype", "batch_invariant_mode"), _PRECISION),
         "deterministic_mode": "Transformer Engine needs environment variables that workers do not have",
         # another policy, another loss
-        "moe_router_enable_expert_bias": "the bias is not among the weights of engines and checkpoints",
-        "moe_router_bias_update_rate": "the bias is not among the weights of engines and checkpoints",
         "moe_aux_loss_coeff": CUT,
         "moe_z_loss_coeff": CUT,
         "moe_router_quantile_balancing_ema": CUT,
@@ -129,7 +129,8 @@ TRANSFORMER = FieldRules(
         **dict.fromkeys(("use_grouped_gemm_for_*", "moe_single_grouped_*", "moe_*glu_interleave_size"), _FUSED),
         **dict.fromkeys(("fused_residual_rmsnorm", "use_transformer_engine_op_fuser", "fused_single_qkv_rope"), _FUSED),
         **dict.fromkeys(("use_te_activation_func", "use_fused_weighted_squared_relu"), _FUSED),
-        **dict.fromkeys(("moe_shared_expert_*", "dsa_*", "linear_*", "*mamba*", "mtp_*", "*mup*"), _NO_SUCH_LAYER),
+        "moe_shared_expert_*": _DISPATCH,
+        **dict.fromkeys(("dsa_*", "linear_*", "*mamba*", "mtp_*", "*mup*"), _NO_SUCH_LAYER),
         "hetereogenous_dist_checkpoint": _NO_SUCH_LAYER,
         # recomputation and offload
         "moe_layer_recompute": "use recompute_modules: [moe] instead",

@@ -11,7 +11,7 @@ from mrl import files
 from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.rules.problems import near_divisors, nearest, problem
 from mrl.config.schema import Config, MegatronModelConfig
-from mrl.config.sft import AnyConfig
+from mrl.config.sft import AnyConfig, RmConfig
 from mrl.errors import Problem
 from mrl.hub import HubName, local_files, neither
 
@@ -22,6 +22,9 @@ _NAMES = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "positions": ("max_position_embeddings",),
 }
+
+_WITHOUT_SCORES = {"glm4_moe": "Glm4MoeForSequenceClassification"}
+"""Family without a class for scores in transformers -> name of the class."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class ModelShape:
     positions: int | None = None
     window: int | None = None
     """Largest number of tokens that attention sees. None if every layer sees all tokens."""
+    family: str | None = None
 
 
 def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
@@ -58,7 +62,9 @@ def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
     if sizes.get("rope_scaling") or (sizes.get("rope_parameters") or {}).get("factor"):
         shape["positions"] = None  # scaling adds positions, and the number depends on its kind
     shape["window"] = sizes.get("sliding_window") if _has_windows(sizes) else None
-    return ModelShape(**{field: size if isinstance(size, int) and size > 0 else None for field, size in shape.items()})
+    shape = {field: size if isinstance(size, int) and size > 0 else None for field, size in shape.items()}
+    family = sizes.get("model_type")
+    return ModelShape(**shape, family=family if isinstance(family, str) else None)
 
 
 def _has_windows(sizes: dict[str, Any]) -> bool:
@@ -75,6 +81,7 @@ def _has_windows(sizes: dict[str, Any]) -> bool:
 def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape) -> Iterator[Problem]:
     for role in roles:
         model = config.model_roles()[role]
+        yield from _score_head(config, role, shape)
         yield from _layers(role, model, shape)
         yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
         yield from _experts(role, model, shape)
@@ -83,6 +90,17 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
     if isinstance(config, Config) and "actor" in roles:
         yield from _heads("rollout.tp", config.rollout.tp, shape)
         yield from _positions(config, shape)
+
+
+def _score_head(config: AnyConfig, role: str, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse critics and reward models of families that transformers cannot load with a score head."""
+    missing = _WITHOUT_SCORES.get(shape.family or "")
+    if missing and (role == "critic" or isinstance(config, RmConfig)):
+        part = "a critic" if role == "critic" else "a reward model"
+        what = f"transformers has no {missing}, so a model of family {shape.family} cannot be {part}"
+        yield problem(
+            config.model_of(role)[0], what, "use a model of another family for it, or an algorithm without it"
+        )
 
 
 def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
