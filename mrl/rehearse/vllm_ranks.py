@@ -21,6 +21,7 @@ from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.schema import Config
 from mrl.dtypes import dtype_name, torch_dtype
 from mrl.models.families import FAMILIES, read_spec
+from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.table import hf_tensors
 from mrl.rehearse.engine_weights import EngineRanks, EngineReport, ParameterDifference, PlannedWeights, differences
 from mrl.rehearse.model_files import write_config
@@ -41,6 +42,8 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
         settings = _settings(config, write_config(model, Path(directory)))
         spec, dtype = read_spec(settings.model), torch_dtype(settings.dtype)
         planned = PlannedWeights(config, spec, settings.dtype)
+        sizes = EngineSizes.of(config.rollout, spec)
+        wide = {tensor.name for tensor in rollout_tensors(spec, sizes, 0) if tensor.dtype == "float32"}
         name, reason, ranks = FAMILIES[spec.family].architecture("lm"), "", []
         for rank in range(settings.tp):
             with ExitStack() as stack:
@@ -51,7 +54,7 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
                 except _REFUSALS as error:
                     reason = f"{name} cannot be built on a CPU as rank {rank}: {type(error).__name__}: {error}"
                     break
-                name, found = type(built).__name__, list(_wrong_dtypes(rank, built, dtype))
+                name, found = type(built).__name__, list(_wrong_dtypes(rank, built, dtype, wide))
                 if reason := full_tensor_reason(built):
                     reason = f"{name} takes whole tensors, which only vLLM's loader can divide: {reason}"
                 else:
@@ -77,10 +80,11 @@ def _settings(config: Config, model: Path) -> EngineSettings:
     )
 
 
-def _wrong_dtypes(rank: int, model: Module, dtype: torch.dtype) -> Iterator[ParameterDifference]:
+def _wrong_dtypes(rank: int, model: Module, dtype: torch.dtype, wide: set[str]) -> Iterator[ParameterDifference]:
     for name, parameter in model.named_parameters():
-        if parameter.dtype != dtype:
-            yield ParameterDifference(rank, name, dtype_name(dtype), dtype_name(parameter.dtype))
+        planned = torch.float32 if name in wide else dtype
+        if parameter.dtype != planned:
+            yield ParameterDifference(rank, name, dtype_name(planned), dtype_name(parameter.dtype))
 
 
 def _figures(rank: int, model: Module, found: Iterable[ParameterDifference]) -> EngineRanks:
