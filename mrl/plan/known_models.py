@@ -166,6 +166,11 @@ def _known(name: str) -> str | None:
     return None
 
 
+def known_models() -> dict[str, str]:
+    """Return the published models whose sizes are known here, each with its family."""
+    return {name: family for name, (family, _) in _SIZES.items()}
+
+
 def known_config(name: str) -> dict[str, Any]:
     """Return the parts of the model's `config.json` that planning reads."""
     family, sizes = _SIZES[name]

@@ -35,7 +35,10 @@ from mrl.config.verl_keys import REASONS
 from mrl.data.prompt_loader import SAMPLERS
 from mrl.data.toy import TOY_TASKS
 from mrl.launch.slurm import SiteConfig
+from mrl.models.families import FAMILIES
+from mrl.models.spec import ModelSpec
 from mrl.observe.trackers import KNOWN
+from mrl.plan.known_models import known_models, model_spec
 from tests.docs.blocks import ROOT, pages
 from tests.docs.pictures import IMAGES, PICTURES, SOLVED, recorded
 from tests.house_rules import (
@@ -305,6 +308,44 @@ def presets() -> str:
     return table(("preset", "model", "GPUs", "actor", "engines"), rows())
 
 
+# --- docs/models.md ---------------------------------------------------------------------------------------------
+
+
+def models() -> str:
+    """List the model families: what their layers have, their roles, the models known by name, and their presets."""
+
+    def rows() -> Iterator[Sequence[str]]:
+        for family in FAMILIES.values():
+            known = [name for name, its_family in known_models().items() if its_family == family.model_type]
+            configs = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if "laptop" not in file.name]
+            paths = {file: load_any_config(str(file.relative_to(ROOT))).config.model.path for file in configs}
+            own = [file for file, path in paths.items() if model_spec(path).family == family.model_type]
+            yield (
+                f"`{family.model_type}`",
+                _parts(model_spec(known[0])),
+                "all" if family.has_score_head else "policy, reference, teacher",
+                ", ".join(known),
+                ", ".join(f"`{file.stem}`" for file in own) or "none",
+            )
+
+    return table(("family", "layers", "roles", "known by name", "presets"), rows())
+
+
+def _parts(spec: ModelSpec) -> str:
+    """Describe what the layers of a family have in addition to those of Llama."""
+    parts = {
+        "bias of queries, keys and values": spec.qkv_bias,
+        "norms of queries and keys": spec.qk_norm,
+        "sliding window": spec.sliding_window,
+        "rotation of half of a head": spec.rope.dim < spec.head_dim,
+        "experts": spec.moe,
+        "first layers without experts": spec.moe and spec.moe.dense_layers,
+        "shared expert": spec.moe and spec.moe.shared_ffn,
+        "sigmoid router with a frozen bias": spec.moe and spec.moe.correction_bias,
+    }
+    return ", ".join(part for part, is_there in parts.items() if is_there) or "as Llama"
+
+
 # --- README.md --------------------------------------------------------------------------------------------------
 
 MEASURED = (
@@ -502,6 +543,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         layers,
         budgets,
         presets,
+        models,
         demo,
         figures,
         compare,
