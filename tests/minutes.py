@@ -22,6 +22,7 @@ BUDGETS = {
     "launch": 2.0,
     "plan": 2.0,
     "reference": 2.0,
+    "rehearse": 5.0,
     "rewards": 6.0,
     "rollout": 5.0,
     "trainer": 2.0,

@@ -251,6 +251,7 @@ def test_vllms_models_have_the_parameters_of_the_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs
+@pytest.mark.slow
 def test_the_verb_rehearses_an_engine_of_a_published_model(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     arguments = [str(CONFIGS / "grpo-qwen2.5-0.5b-1n1g.yaml"), "--role", "rollout", "--json", str(figures)]

@@ -21,6 +21,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_peaks_of_a_rehearsal_are_those_of_a_run(tmp_path: Path) -> None:
     cases = [(str(make_tiny(family, tmp_path / family)), layout) for family, layout in LAYOUTS.items()]
     real = run_distributed(2, measured.really, cases, timeout_s=LIMIT_S)

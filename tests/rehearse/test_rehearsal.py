@@ -114,17 +114,21 @@ def test_numbers_for_the_whole_vocabulary_are_found(capsys: pytest.CaptureFixtur
     assert re.search(r"`train actor` differs from the plan by \+\d", shown)
 
 
-def test_operations_are_the_models_and_the_budget_found_is_the_largest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    subject = preset("grpo-qwen2.5-0.5b-1n1g.yaml")
-    spec, memory_bytes = subject.specs["actor"], subject.hardware.memory_bytes
-    (kind,) = rehearsed(tmp_path, SMALL, "--role", "actor", "--headroom")
+def test_operations_are_the_models_and_buckets_are_planned(tmp_path: Path) -> None:
+    spec = preset("grpo-qwen2.5-0.5b-1n1g.yaml").specs["actor"]
+    (kind,) = rehearsed(tmp_path, SMALL, "--role", "actor")
     phases = {phase["name"]: phase for phase in kind["phases"]}
     tokens, scored = kind["tokens"], kind["tokens"] - kind["num_rows"]
     head = 2 * spec.vocab * spec.hidden
     assert phases["log-probs"]["flops"] == tokens * (spec.flops_per_token - head) + scored * head
     assert phases["send weights"]["peak"] == pytest.approx(phases["send weights"]["planned"], rel=0.03)
+
+
+@pytest.mark.slow
+def test_the_budget_found_is_the_largest_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    subject = preset("grpo-qwen2.5-0.5b-1n1g.yaml")
+    memory_bytes = subject.hardware.memory_bytes
+    rehearsed(tmp_path, SMALL, "--role", "actor", "--headroom")
     found = re.search(r"max_tokens_per_device` may be about ([\d,]+)", capsys.readouterr().out)
     assert found is not None
     budget = found.group(1).replace(",", "")
@@ -133,12 +137,14 @@ def test_operations_are_the_models_and_the_budget_found_is_the_largest(
     assert 0.96 * memory_bytes < peak <= memory_bytes
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_comes_with_the_keys_that_make_it_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", SMALL, "--role", "actor", "actor.max_tokens_per_device=131072"]) == 2
     fix = capsys.readouterr().out.partition("It fits with:\n  ")[2]
     assert "actor.megatron.recompute_granularity=" in fix or "actor.max_tokens_per_device=" in fix
 
 
+@pytest.mark.slow
 def test_the_sizes_of_another_model_are_rehearsed(tmp_path: Path) -> None:
     larger = ("--model", "Qwen2.5-1.5B", "actor.max_tokens_per_device=2048")
     (kind,) = rehearsed(tmp_path, SMALL, "--role", "actor", *larger)
