@@ -1,8 +1,7 @@
 """Stand-ins for kernels of GPUs: they make the tensors that the kernel makes, and keep for backward what it keeps.
 
-The sources of these kernels say what they keep: Transformer Engine's norms, attention, rotary
-embedding and grouped products, and
-Megatron's fused activation, which torch's compiler fuses on GPUs.
+The sources of these kernels say what they keep: Transformer Engine's norms, attention, rotary embedding and grouped
+products, and Megatron's fused activation, which torch's compiler fuses on GPUs.
 """
 
 from __future__ import annotations

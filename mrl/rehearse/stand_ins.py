@@ -181,9 +181,5 @@ def _host_buffer(self: HostMirroredStorage) -> Tensor:
     return torch.empty(self.host_buffer_bytes, dtype=torch.uint8, device="meta")
 
 
-def _norm_of_gradients(*_: Any) -> tuple[Tensor, None]:
-    return torch.empty(1), None
-
-
 def _gather_own(answers: list[Any], own: Any, group: Any = None) -> None:
     answers[:] = [own] * len(answers)
