@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
@@ -20,6 +21,7 @@ from mrl.config.resolved.load import load_config_of
 from mrl.config.sft import SftConfig
 from mrl.config.values import dotted
 from mrl.config.verl_keys import NAMES
+from mrl.models.families import FAMILIES
 from tests.docs.blocks import DOCS, NOT_RUN, ROOT, Block, blocks_of, mrl_commands, pages, run_page
 from tests.docs.generate import MAKERS, first_line, names_in, renewed
 from tests.docs.pictures import IMAGES, PICTURES
@@ -119,6 +121,12 @@ def test_every_generator_is_used_and_stale_text_is_detected() -> None:
     assert renewed("a\n<!-- made: names -->\nold\n<!-- end -->\nb\n").startswith(
         "a\n<!-- made: names -->\n| key | names"
     )
+
+
+def test_families_of_tests_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = MAKERS["models"]()
+    monkeypatch.setitem(FAMILIES, "of_tests", replace(FAMILIES["llama"], model_type="of_tests"))
+    assert MAKERS["models"]() == listed
 
 
 @pytest.mark.parametrize("name", PICTURES)
