@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mrl.cli.arguments import aligned
-from mrl.cli.export import export_role
+from mrl.cli.export import ExportForm, export_role
 from mrl.config.resolved.load import Resolved, load_config, rename_models, settle_models
 from mrl.config.schema import Config
 from mrl.errors import SetupError
@@ -50,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     with _private_directory(Path(chosen[0].config.run.dir)) as directory:
         model, checkpoint = directory / "model" if is_run else None, None
         if model is not None:
-            checkpoint, _ = export_role(
-                chosen[0].config, target, arguments.checkpoint or "latest", "actor", None, model
-            )
+            config, which = chosen[0].config, arguments.checkpoint or "latest"
+            form = ExportForm(merge=config.actor.lora is not None)
+            checkpoint, *_ = export_role(config, target, which, "actor", form, model)
         figures = _evaluate(chosen, directory, model)
     results = []
     for resolved, measured in zip(chosen, figures, strict=True):

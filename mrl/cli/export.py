@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from mrl.config.resolved.load import load_any_config
@@ -21,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--role", choices=("actor", "critic"), default="actor", help="role whose model to export (default actor)"
     )
+    parser.add_argument(
+        "--merge", action="store_true", help="add the adapters of a run with `lora` to the model; default: PEFT's files"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="type of the weights; default: as trained")
 
 
@@ -29,20 +33,33 @@ def run(arguments: argparse.Namespace) -> int:
     if not (directory / "config.yaml").is_file():
         raise SetupError(f"{directory} is not the directory of a run: it has no config.yaml")
     config = load_any_config(str(directory / "config.yaml")).config
-    role, dtype, out = arguments.role, arguments.dtype, Path(arguments.out)
-    step, number = export_role(config, directory, arguments.checkpoint, role, dtype, out)
-    print(f"{arguments.out}: {number} tensors of {step}")
+    form, out = ExportForm(arguments.dtype, arguments.merge), Path(arguments.out)
+    step, number, remark = export_role(config, directory, arguments.checkpoint, arguments.role, form, out)
+    print(f"{arguments.out}: {number} tensors of {step}{remark}")
     return 0
 
 
+@dataclass(frozen=True)
+class ExportForm:
+    """Dtype of the exported weights, by default as trained, and whether adapters are merged into the model."""
+
+    dtype: str | None = None
+    merge: bool = False
+
+
 def export_role(
-    config: AnyConfig, directory: Path, which: str, role: str, dtype: str | None, out: Path
-) -> tuple[str, int]:
-    """Write a role's model from a checkpoint of a run. Return the checkpoint's name and the number of tensors."""
+    config: AnyConfig, directory: Path, which: str, role: str, form: ExportForm, out: Path
+) -> tuple[str, int, str]:
+    """Write a role's model from a checkpoint of a run. Return the checkpoint's name, the number of tensors, and a
+    remark."""
     roles = config.trained_roles()
     if role not in roles:
         raise SetupError(f"this run has no {role}", where=str(directory))
+    if form.merge and roles[role].lora is None:
+        problem = "this run trains all weights: it has no adapters to merge"
+        raise SetupError(problem, where=str(directory), fix="leave --merge out")
     # These load torch.
+    from mrl.engine.adapter_files import export_adapters, export_merged
     from mrl.engine.checkpoint_files import export_checkpoint
     from mrl.models.table import Head
     from mrl.trainer.checkpoints import find_checkpoint
@@ -52,7 +69,15 @@ def export_role(
     source = local_files(name) or model_directory(name, download=True)  # the weights of a hub snapshot are not needed
     head: Head = "score" if role != "actor" or isinstance(config, RmConfig) else "lm"
     try:
-        number = export_checkpoint(checkpoint / role, source, head, torch_dtype(dtype or roles[role].dtype), out)
+        saved, kind, remark = checkpoint / role, torch_dtype(form.dtype or roles[role].dtype), ""
+        if roles[role].lora is None:
+            number = export_checkpoint(saved, source, head, kind, out)
+        elif form.merge:
+            number, loss = export_merged(saved, source, roles[role], kind, out)
+            remark = f", merged: {loss}"
+        else:
+            number = export_adapters(saved, source, name, roles[role], kind, out)
+            remark = ", PEFT's files; --merge writes a whole model"
     except (EngineError, OSError) as error:
         if checkpoint.is_dir() and isinstance(error, OSError):
             where, fix = str(error.filename or out), "choose an OUT that you can write to, with enough free space"
@@ -63,4 +88,4 @@ def export_role(
         raise SetupError(
             what, where=str(checkpoint), fix="--checkpoint latest or best; a larger training.keep"
         ) from error
-    return checkpoint.name, number
+    return checkpoint.name, number, remark

@@ -304,7 +304,14 @@ class _Conversion:
 
 
 _SAMPLED = "the sampled distribution would differ from the trained one"
+_NOT_SAMPLED = "refused: log-probs would not be those of the policy that the engine samples from"
 _REFUSED = {
+    **dict.fromkeys(("actor.lora.dropout", "actor.lora.lora_dropout"), _NOT_SAMPLED),
+    "actor.lora.use_dora": "refused: only plain low-rank adapters have been compared with peft",
+    "actor.lora.modules_to_save": "refused: all weights except the adapters stay frozen",
+    "actor.lora.r": 'did you mean "actor.lora.rank"?',
+    "actor.lora.use_rslora": 'did you mean "actor.lora.rslora"?',
+    "actor.lora.init_lora_weights": 'did you mean "actor.lora.init"?',
     "rollout.repetition_penalty": f"refused: {_SAMPLED}; penalize repetition in the reward",
     "rollout.presence_penalty": f"refused: {_SAMPLED}",
     "rollout.frequency_penalty": f"refused: {_SAMPLED}",

@@ -21,6 +21,7 @@ from mrl.config.bounds import (
     own_component,
 )
 from mrl.config.data import DataConfig
+from mrl.config.lora import LoraConfig
 from mrl.config.reward import JudgeConfig, ModelScoreConfig, RewardConfig, RewardFunctionConfig
 from mrl.config.training import AsynchronyConfig, SyncConfig, TrainingConfig, ValidationConfig
 
@@ -180,6 +181,8 @@ class MegatronModelConfig:
 class TrainedModelConfig(MegatronModelConfig):
     """A model that Megatron trains."""
 
+    lora: LoraConfig | None = None
+    """Null trains all weights."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ddp: dict[str, Any] = field(default_factory=dict)
     """Passed on to Megatron's DistributedDataParallelConfig."""

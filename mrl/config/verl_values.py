@@ -9,6 +9,13 @@ from mrl.config.algorithm import ADVANTAGES
 from mrl.config.training import TRACKERS
 from mrl.config.values import UNUSABLE, leaves_of
 
+_FUSED_MODULES = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+"""Megatron's names of adapted modules -> Hugging Face's."""
 Values = Mapping[str, Any]
 Convert = Callable[[Any, Values], str]
 """Takes the value of verl's key and all values of the configuration."""
@@ -158,6 +165,16 @@ def recompute(value: Any, values: Values) -> str:
 def overlong(value: Any, values: Values) -> str:
     drops = find(values, "filter_overlong_prompts") is True
     return f"={'drop' if drops else _text(find(values, 'truncation') or 'error')}"
+
+
+def lora_rank(value: Any, values: Values) -> str:
+    return same(value, values) if _number(value) > 0 else ", but 0 trains all weights: leave the section lora out"
+
+
+def lora_targets(value: Any, values: Values) -> str:
+    names = value if isinstance(value, list) else [value]
+    fused = {name: modules for name, modules in _FUSED_MODULES.items() if name in names}
+    return f"={_text([module for name in names for module in fused.get(name, [name])])}"
 
 
 def sequence_parallel(value: Any, values: Values) -> str:

@@ -4,7 +4,8 @@ Weights and Adam's moments are stored under the names and in the coordinates of 
 table maps each range of Megatron's flat optimizer shards to boxes of these tensors, so a checkpoint does not depend on
 its layout. Every rank writes what it owns, once, into its own safetensors file, and reads what it owns; nothing is
 gathered. The model's parameters are not saved: Megatron computes them from the optimizer's float32 weights after every
-step. A buffer of the table, which is not trained, is saved as its value.
+step. A buffer of the table, which is not trained, is saved as its value. Of a model with adapters, only the adapters
+are saved, under PEFT's names, with a digest of the frozen weights that they belong to.
 
 A save begins with a copy on the host. A thread hashes and writes it while training continues. Then the ranks meet
 again, and one rename publishes the files, which are next to the checkpoint's final place.
@@ -29,6 +30,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from mrl import files
+from mrl.engine.base_digest import is_first_copy
 from mrl.engine.checkpoint_files import (
     FORMAT,
     MANIFEST,
@@ -43,8 +45,8 @@ from mrl.engine.optimizer import Optimizer, OwnedState
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.weights import held_tensors
 from mrl.errors import EngineError, MrlError
-from mrl.models.regions import Region, is_exact_cover
-from mrl.models.table import EMBEDDING, Shard, hf_tensors
+from mrl.models.regions import Region, Shape, is_exact_cover
+from mrl.models.table import Shard, hf_tensors
 
 if TYPE_CHECKING:
     from mrl.engine.engine import MegatronEngine
@@ -119,11 +121,14 @@ def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
     Sizes and hashes of the files are compared with the manifest, each file on one rank.
     """
     optimizer = _optimizer(engine)
+    digest = engine.base_digest()
     with raise_on_all_ranks("loading"):
         saved = SavedFiles(Path(directory))
         if dist.get_rank() == 0:
             saved.check_manifest()
-        saved.check_model(hf_tensors(engine.request.spec, engine.request.head))
+        saved.check_lora(_lora(engine))
+        saved.check_model(_shapes(engine))
+        saved.check_base(digest, engine.source)
         saved.check_files(dist.get_rank(), dist.get_world_size())
     with raise_on_all_ranks("loading"), torch.no_grad():
         optimizer.begin_at(saved.manifest["num_steps"])
@@ -156,14 +161,25 @@ def _optimizer(engine: MegatronEngine) -> Optimizer:
 
 
 def _held(engine: MegatronEngine) -> Iterator[tuple[Shard, Tensor]]:
+    if engine.adapters is not None:
+        return engine.adapters.held()
     return held_tensors(engine.models, engine.request.spec, engine.request.head, engine.groups)
+
+
+def _shapes(engine: MegatronEngine) -> dict[str, Shape]:
+    """Return the tensors of a checkpoint of this engine."""
+    if engine.adapters is not None:
+        return engine.adapters.tensors
+    return hf_tensors(engine.request.spec, engine.request.head)
+
+
+def _lora(engine: MegatronEngine) -> dict[str, Any] | None:
+    return None if engine.request.lora is None else engine.request.lora.identity
 
 
 def _is_written_here(shard: Shard, groups: ParallelGroups) -> bool:
     """Return whether this rank writes the shard. Of several copies, the first tensor rank and the first stage write."""
-    tied_copy = shard.name == "output_layer.weight" and shard.pieces[0].hf == EMBEDDING
-    tensor_rank = groups.at.etp if shard.expert else groups.at.tp
-    return not tied_copy and (shard.split or tensor_rank == 0)
+    return is_first_copy(shard, groups.at.etp if shard.expert else groups.at.tp)
 
 
 def _prepare(target: Path, staged: Path) -> None:
@@ -202,16 +218,17 @@ def _write_rank(path: Path, tensors: dict[str, Tensor], boxes: list[tuple[str, R
 
 def _facts(engine: MegatronEngine, extra: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = _optimizer(engine)
-    return {
+    facts = {
         "format": FORMAT,
         "layout": _layout(engine.groups),
         "num_steps": optimizer.num_steps,
         "num_skipped": [optimizer.num_skipped, optimizer.num_skipped_in_a_row],
         "extra": dict(extra),
-        "tensors": {
-            name: {"shape": shape} for name, shape in hf_tensors(engine.request.spec, engine.request.head).items()
-        },
+        "tensors": {name: {"shape": shape} for name, shape in _shapes(engine).items()},
     }
+    if engine.adapters is None:
+        return facts
+    return facts | {"lora": _lora(engine), "base": {"path": engine.source, "digest": engine.base_digest()}}
 
 
 def _manifest(facts: dict[str, Any], reports: Sequence[_Written]) -> dict[str, Any]:

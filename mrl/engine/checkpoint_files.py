@@ -98,6 +98,33 @@ class SavedFiles:
         if problem:
             raise EngineError(f"is not a valid manifest: {problem}", where=str(self.path / MANIFEST))
 
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """Settings of the saved adapters; None for a checkpoint of all weights."""
+        lora: dict[str, Any] | None = self.manifest.get("lora")
+        return lora
+
+    def check_lora(self, expected: Mapping[str, Any] | None) -> None:
+        """Raise an error if the checkpoint has other adapters, or adapters instead of all weights."""
+        if self.lora == expected:
+            return
+        saved, asked = (_described(lora) for lora in (self.lora, expected))
+        raise EngineError(
+            f"is a checkpoint of {saved}, but this model trains {asked}",
+            where=str(self.path),
+            fix="restore the section `lora` of the run, or start another run",
+        )
+
+    def check_base(self, digest: str, source: str) -> None:
+        """Raise an error if the saved adapters belong to other frozen weights. An empty digest means no adapters."""
+        base = self.manifest.get("base", {"digest": "", "path": ""})
+        if base["digest"] != digest:
+            raise EngineError(
+                f"holds adapters of the model {base['path']}, whose weights differ from those of {source}",
+                where=str(self.path),
+                fix="use the model and the dtype that the run began with",
+            )
+
     def check_model(self, shapes: Mapping[str, Shape]) -> None:
         """Raise an error if the checkpoint belongs to another model."""
         saved_shapes = {name: tuple(tensor["shape"]) for name, tensor in self.manifest["tensors"].items()}
@@ -147,6 +174,10 @@ class SavedFiles:
             except (OSError, SafetensorError) as error:
                 raise EngineError(f"cannot be read: {error}", where=str(self.path / file)) from error
         return self._open[file]
+
+
+def _described(lora: Mapping[str, Any] | None) -> str:
+    return "all weights" if lora is None else f"adapters with {', '.join(f'{k}={v}' for k, v in lora.items())}"
 
 
 def _wrong(manifest: Mapping[str, Any]) -> Iterator[str]:

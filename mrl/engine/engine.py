@@ -14,9 +14,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mrl.config.lora import LoraConfig
 from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.engine import weights
+from mrl.engine.adapters import Adapters
+from mrl.engine.base_digest import digest_of_sums, is_first_copy, tensor_sums
 from mrl.engine.model import ModelRequest, TokenModel, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory
 from mrl.engine.optimizer import Optimizer, StepOutcome
@@ -24,9 +27,10 @@ from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.pipeline_p2p import pipeline_arguments
 from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, score
+from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Head
+from mrl.models.table import Head, hf_tensors
 
 Rows = npt.NDArray[np.int64]
 
@@ -40,6 +44,12 @@ class EngineRequest:
     settings: MegatronModelConfig
     new_head: bool = False
     """Whether a score head that is missing in the files starts at zero."""
+    seed: int = 0
+    """Seed of new adapters."""
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        return self.settings.lora if isinstance(self.settings, TrainedModelConfig) else None
 
 
 class MegatronEngine:
@@ -50,6 +60,8 @@ class MegatronEngine:
 
     memory: DeviceMemory
     """Memory of the model on the device; set by `load`."""
+    source: str
+    """Directory that the weights came from; set by `load`."""
 
     def __init__(self, request: EngineRequest, groups: ParallelGroups) -> None:
         self.request, self.groups = request, groups
@@ -57,7 +69,11 @@ class MegatronEngine:
         model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron)
         self.config = transformer_config(model, groups)
         self.models = build_chunks(model, self.config, groups)
+        self.adapters: Adapters | None = None
+        if request.lora is not None:
+            self.adapters = Adapters(self.models, request.spec, request.lora, groups)
         self.optimizer: Optimizer | None = None
+        self._base_digest = ""
 
     @property
     def packing(self) -> PackingRules:
@@ -75,14 +91,37 @@ class MegatronEngine:
 
     def load(self, reader: HfReader) -> None:
         """Read the weights, and set up training if the settings ask for it."""
-        request = self.request
+        request, self.source = self.request, str(reader.path)
         reader.check(request.spec, request.head, request.new_head)
         weights.load(self.models, reader, request.spec, request.head, self.groups)
+        if self.adapters is not None:
+            self.adapters.initialize(request.seed)
         if isinstance(request.settings, TrainedModelConfig):
             self.optimizer = Optimizer(self.models, request.settings)
         held = weights.held_tensors(self.models, request.spec, request.head, self.groups)
         frozen = [tensor for shard, tensor in held if not shard.trained]
         self.memory = DeviceMemory(self.models, self.optimizer, self.groups.device, frozen)
+
+    def base_digest(self) -> str:
+        """Return the digest of the frozen weights of a model with adapters, otherwise an empty string.
+
+        The first call must be made on all ranks.
+        """
+        if self.adapters is None:
+            return ""
+        if not self._base_digest:
+            request, at = self.request, self.groups.at
+            held = [
+                (shard, tensor)
+                for shard, tensor in weights.held_tensors(self.models, request.spec, request.head, self.groups)
+                if is_first_copy(shard, at.etp if shard.expert else at.tp)
+                and (at.edp if shard.expert else at.dp + at.cp) == 0
+            ]
+            names = list(hf_tensors(request.spec, request.head))
+            sums = tensor_sums(names, held, self.groups.device)
+            torch.distributed.all_reduce(sums)
+            self._base_digest = digest_of_sums(names, sums.tolist())
+        return self._base_digest
 
     @torch.no_grad()
     def forward(self, rows: TokenRows, micro_batches: Sequence[Rows], scores: ScoreRequest) -> Scores | None:
@@ -105,6 +144,8 @@ class MegatronEngine:
         The result is empty on ranks outside the last stage.
         """
         self.memory.need("parameters", "gradients")
+        if self.adapters is not None and not self.adapters.is_on:
+            raise EngineError("the adapters are off: nothing can be trained until they are on again")
         for model in self.models:
             model.train()
         packed = self._pack(rows, micro_batches)

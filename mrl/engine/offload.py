@@ -25,6 +25,8 @@ from mrl.errors import EngineError
 from mrl.rounding import round_up
 
 PartName = Literal["parameters", "gradients", "optimizer"]
+_FROZEN = "frozen"
+"""Part of a model with adapters: its own weights. They never change, and move together with the parameters."""
 _ALIGNMENT_BYTES = 64
 _C = ctypes.CDLL(None)
 
@@ -53,16 +55,21 @@ class DeviceMemory:
         stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        tensors: dict[PartName, list[Tensor]]
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        tensors: dict[str, list[Tensor]]
         if optimizer is None:
-            tensors = {"parameters": _flatten(models)}
+            tensors = {"parameters": _flatten(parameters)}
         else:
             tensors = {
                 "parameters": [buffer.param_data for buffer in optimizer.buffers],
                 "gradients": [buffer.grad_data for buffer in optimizer.buffers],
                 "optimizer": optimizer.state_tensors(),
             }
-        tensors["parameters"] += frozen  # the buffers of the table belong to the weights of a model
+        untrained = [parameter for parameter in parameters if not parameter.requires_grad]
+        if optimizer is not None and untrained:
+            tensors[_FROZEN] = [*_flatten(untrained), *frozen]
+        else:
+            tensors["parameters"] += frozen  # the buffers of the table belong to the weights of a model
         self._parts = {name: HostMirroredStorage(held, self.traffic, stream) for name, held in tensors.items()}
 
     def offload(self, *names: PartName) -> None:
@@ -72,7 +79,7 @@ class DeviceMemory:
         Other processes can use the memory afterwards, together with all memory that was freed before.
         """
         self._own_weights_only("offloaded")
-        for name in names:
+        for name in self._moved_with(names):
             part = self._parts.get(name)
             if part is None or not part.on_device:
                 continue
@@ -89,7 +96,7 @@ class DeviceMemory:
 
     def onload(self, *names: PartName) -> None:
         """Copy these parts back to the device. Copies are asynchronous: users of a part wait for its copy."""
-        for name in names:
+        for name in self._moved_with(names):
             part = self._parts.get(name)
             if part is None or part.on_device:
                 continue
@@ -115,13 +122,18 @@ class DeviceMemory:
     def need(self, *names: PartName) -> None:
         """Check these parts, and make the device wait for their copies."""
         self.check(*names)
-        for name in names:
+        for name in self._moved_with(names):
             self._parts[name].wait()
+
+    def _moved_with(self, names: Sequence[PartName]) -> list[str]:
+        """Return the parts that move if these are moved."""
+        return [*names, *([_FROZEN] if "parameters" in names and _FROZEN in self._parts else [])]
 
     def changed(self) -> None:
         """Mark host copies as outdated, after weights and optimizer state have changed."""
-        for part in self._parts.values():
-            part.host_is_current = False
+        for name, part in self._parts.items():
+            if name != _FROZEN:
+                part.host_is_current = False
 
     def copy_weights(self) -> WeightCopy:
         """Return a copy of the current weights for `weights_of`."""
@@ -164,7 +176,9 @@ class DeviceMemory:
     def device_bytes(self) -> dict[PartName, int]:
         """Current size of each part on the device."""
         self._look_at_optimizer()
-        return {name: part.device_bytes for name, part in self._parts.items()}
+        sizes = {name: part.device_bytes for name, part in self._parts.items()}
+        frozen = sizes.pop(_FROZEN, 0)
+        return {"parameters": sizes.pop("parameters") + frozen, **sizes}  # type: ignore[dict-item]
 
     def _look_at_optimizer(self) -> None:
         """Update the list of tensors: the first step and loading a checkpoint create new ones."""
@@ -281,10 +295,9 @@ class HostMirroredStorage:
         return [slot[:size] for slot, size in zip(slots, self._sizes, strict=True)]
 
 
-def _flatten(models: Sequence[TokenModel]) -> list[Tensor]:
+def _flatten(parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
     """Return one buffer per dtype, and make all parameters views of it. Megatron does this for trained models."""
     buffers = []
-    parameters = [parameter for model in models for parameter in model.parameters()]
     for dtype in {parameter.dtype for parameter in parameters}:
         of_dtype = [parameter for parameter in parameters if parameter.dtype == dtype]
         flat = torch.cat([parameter.data.flatten() for parameter in of_dtype])

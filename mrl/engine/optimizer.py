@@ -194,7 +194,7 @@ class Optimizer:
                 name
                 for chunk in self.chunks
                 for name, parameter in chunk.module.named_parameters()
-                if not bool(parameter.main_grad.isfinite().all())
+                if parameter.requires_grad and not bool(parameter.main_grad.isfinite().all())
             ]
             raise EngineError(
                 f"{self.num_skipped_in_a_row} updates in a row had no finite gradient norm (the last: {grad_norm}); "

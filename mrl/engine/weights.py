@@ -11,6 +11,7 @@ from mrl.dtypes import torch_dtype
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
 from mrl.errors import EngineError, ModelError
+from mrl.models.adapters import ADAPTER_SUFFIXES
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import RankPlace
 from mrl.models.parameters import padded_vocab
@@ -30,7 +31,8 @@ def held_tensors(
 ) -> Iterator[tuple[Shard, Tensor]]:
     """Yield each shard of the table with the parameter or buffer that holds it.
 
-    Raise an error if one exists without the other. Megatron's modules may have buffers without a shard.
+    Raise an error if one exists without the other. Megatron's modules may have buffers without a shard. Adapters have
+    a separate table.
     """
     parameters = {
         (number, local_name(name)): parameter
@@ -61,7 +63,8 @@ def held_tensors(
 def _named(chunk: TokenModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
     tied_away = chunk.pre_process and chunk.post_process and chunk.share_embeddings_and_output_weights
     for name, parameter in chunk.named_parameters():
-        if not (tied_away and name == "output_layer.weight"):
+        is_adapter = name.endswith(ADAPTER_SUFFIXES)
+        if not is_adapter and not (tied_away and name == "output_layer.weight"):
             yield name, parameter
 
 

@@ -6,10 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import product
 
+from mrl.config.lora import LoraConfig
 from mrl.config.schema import ParallelConfig
 from mrl.errors import ModelError, problem_list
+from mrl.models.adapters import adapter_pairs, adapter_tensors
 from mrl.models.layout import RankPlace, check_layout
-from mrl.models.regions import Region, extent, tiling_problems
+from mrl.models.regions import Region, Shape, extent, tiling_problems
 from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, Head, Shard, dense_shards, expert_shards, hf_tensors
 
@@ -20,8 +22,18 @@ def check_complete(spec: ModelSpec, layout: ParallelConfig, head: Head) -> None:
     """Raise an error, with a list of problems, if a table leaves out, duplicates or invents anything."""
     check_layout(layout, spec)
     shards = _everything(spec, layout, head)
-    if problems := [*_local_problems(shards), *_hf_problems(spec, layout, head, shards)]:
+    twice = EMBEDDING if spec.tied and head == "lm" and layout.pp > 1 else ""
+    if problems := [*_local_problems(shards), *_hf_problems(hf_tensors(spec, head), layout, shards, twice)]:
         raise ModelError(f"the table of {spec.family} is not complete for {layout}:{problem_list(problems)}")
+
+
+def check_adapters_complete(spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig) -> None:
+    """Raise an error, with a list of problems, unless each element of each target's A and B is held exactly once."""
+    placed = [RankPlace(tp=tp, pp=pp) for pp in range(layout.pp) for tp in range(layout.tp)]
+    pairs = [(place, pair) for place in placed for pair in adapter_pairs(spec, lora, layout, place)]
+    shards = [(place, shard) for place, pair in pairs for shard in (pair.a, pair.b)]
+    if problems := [*_local_problems(shards), *_hf_problems(adapter_tensors(spec, lora), layout, shards)]:
+        raise ModelError(f"the adapters of {spec.family} are not complete for {layout}:{problem_list(problems)}")
 
 
 def _everything(spec: ModelSpec, layout: ParallelConfig, head: Head) -> Placed:
@@ -47,7 +59,8 @@ def _local_problems(shards: Placed) -> Iterator[str]:
                 yield f"{shard.name} on {place}: {piece.source} of {piece.hf} does not fit into {piece.target}"
 
 
-def _hf_problems(spec: ModelSpec, layout: ParallelConfig, head: Head, shards: Placed) -> Iterator[str]:
+def _hf_problems(tensors: dict[str, Shape], layout: ParallelConfig, shards: Placed, twice: str = "") -> Iterator[str]:
+    """Yield wrong holders of each tensor. One tensor, `twice`, is held by two stages."""
     holders: dict[str, dict[Region, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     num_copies: dict[str, int] = {}
     for place, shard in shards:
@@ -55,14 +68,12 @@ def _hf_problems(spec: ModelSpec, layout: ParallelConfig, head: Head, shards: Pl
         num_copies[holder] = 1 if shard.split else (layout.etp if shard.expert else layout.tp)
         for piece in shard.pieces:
             holders[piece.hf][piece.source][holder] += 1
-    tensors = hf_tensors(spec, head)
     yield from (f"{name} is not a tensor of this family" for name in holders.keys() - tensors)
     for name, shape in tensors.items():
         boxes = holders.get(name, {})
         yield from (f"{name}: {problem}" for problem in tiling_problems(shape, boxes))
-        twice = name == EMBEDDING and spec.tied and head == "lm" and layout.pp > 1
         for box, holder_counts in boxes.items():
-            if len(holder_counts) != (2 if twice else 1) or any(
+            if len(holder_counts) != (2 if name == twice else 1) or any(
                 count != num_copies[holder] for holder, count in holder_counts.items()
             ):
                 copies = ", ".join(f"{count} x {holder}" for holder, count in holder_counts.items())

@@ -53,11 +53,11 @@ def dense_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace, head
     """Yield the shards of a rank except the experts. They depend only on its place in tp and pp."""
 
     def shard(chunk: int, parameter: Parameter, prefix: str = "") -> Shard:
-        return _shard(chunk, prefix + parameter.name, parameter, place.tp, layout.tp)
+        return shard_of(chunk, prefix + parameter.name, parameter, place.tp, layout.tp)
 
     if place.pp == 0:
         yield shard(0, vocabulary_parameter("embedding.word_embeddings.weight", EMBEDDING, spec))
-    for chunk, prefix, layer in _layers(spec, layout, place):
+    for chunk, prefix, layer in layers_of_rank(spec, layout, place):
         for parameter in FAMILIES[spec.family].parameters(spec, layer):
             yield shard(chunk, parameter, prefix)
     if place.pp == layout.pp - 1:
@@ -69,16 +69,16 @@ def expert_shards(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> 
     if spec.moe is None:
         return
     num_local = spec.moe.num_experts // layout.ep
-    for chunk, prefix, layer in _layers(spec, layout, place):
+    for chunk, prefix, layer in layers_of_rank(spec, layout, place):
         for local in range(num_local) if spec.has_experts(layer) else ():
             expert_prefix = f"{prefix}mlp.experts.local_experts.{local}."
             for parameter in FAMILIES[spec.family].expert(spec, layer, place.ep * num_local + local):
                 assert parameter.dtype is None, f"{parameter.name} of an expert is not in the dtype of the model"
                 assert parameter.trained, f"{parameter.name} of an expert is a buffer"
-                yield _shard(chunk, expert_prefix + parameter.name, parameter, place.etp, layout.etp, expert=True)
+                yield shard_of(chunk, expert_prefix + parameter.name, parameter, place.etp, layout.etp, expert=True)
 
 
-def _layers(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> Iterator[tuple[int, str, int]]:
+def layers_of_rank(spec: ModelSpec, layout: ParallelConfig, place: RankPlace) -> Iterator[tuple[int, str, int]]:
     """Yield chunk, name in the chunk, and number in the model of each layer of a rank."""
     for chunk in range(layout.vpp):
         for local, layer in enumerate(layers_of_chunk(layout, spec.num_layers, place.pp, chunk)):
@@ -95,7 +95,7 @@ def _after_layers(spec: ModelSpec, layout: ParallelConfig, head: Head) -> Iterat
         yield vocabulary_parameter("output_layer.weight", EMBEDDING, spec)
 
 
-def _shard(chunk: int, name: str, parameter: Parameter, rank: int, num_ranks: int, expert: bool = False) -> Shard:
+def shard_of(chunk: int, name: str, parameter: Parameter, rank: int, num_ranks: int, expert: bool = False) -> Shard:
     shape, pieces, padding = parameter.share(rank, num_ranks)
     is_split = parameter.split is not None
     return Shard(chunk, name, shape, pieces, padding, expert, is_split, parameter.dtype, parameter.trained)

@@ -312,3 +312,5 @@ class HybridEngine:
             "sync/bytes_between_ranks": sum(report.bytes_received for report in reports),
             "sync/least_bytes": sum(report.least_bytes for report in reports),
         }
+        if moved := sum(report.moved for report in reports):
+            self._metrics["sync/lost_update"] = sum(report.lost for report in reports) / moved

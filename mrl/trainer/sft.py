@@ -96,14 +96,18 @@ def _validated(run: Run[SftConfig], components: _SftComponents, step: int) -> Me
 
 def _export(run: Run[SftConfig], checkpoint: Path) -> Path:
     """Export the last checkpoint as a model directory, as `mrl export` does."""
+    from mrl.engine.adapter_files import export_merged
     from mrl.engine.checkpoint_files import export_checkpoint
 
     model = run.directory / MODEL
     shutil.rmtree(model, ignore_errors=True)  # an earlier export of this run
     config = in_directories(run.config)
-    export_checkpoint(
-        checkpoint / ROLE, Path(config.model.path), task_of(config).head, torch_dtype(config.actor.dtype), model
-    )
+    saved, source, dtype = checkpoint / ROLE, Path(config.model.path), torch_dtype(config.actor.dtype)
+    if config.actor.lora is None:
+        export_checkpoint(saved, source, task_of(config).head, dtype, model)
+    else:
+        _, loss = export_merged(saved, source, config.actor, dtype, model)
+        run.console.print(f"merged the adapters into {model}: {loss}; `mrl export` writes PEFT's files")
     return model
 
 

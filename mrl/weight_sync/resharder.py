@@ -87,6 +87,10 @@ class ReshardReport:
     seconds: float
     failure: str
     """Reason why the worker did not get the weights, if so. Other workers have got them."""
+    moved: float = 0.0
+    """Sum of the sizes of the updates that adapters make to this rank's weights."""
+    lost: float = 0.0
+    """The part of `moved` that rounding the merged weights removes."""
 
 
 class Resharder:

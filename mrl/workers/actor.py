@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -22,6 +23,7 @@ from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.dtypes import torch_dtype
+from mrl.engine.merging import MergedWeights
 from mrl.engine.scores import DivergenceRequest, LossInput, LossOutput, ScoreRequest
 from mrl.engine.vocab_head import EntropyUse
 from mrl.engine.weights import held_tensors, output_rows
@@ -29,12 +31,14 @@ from mrl.hub import node_copy
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
+from mrl.weight_sync.exchange import Held
 from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
 from mrl.workers.model_worker import (
     ModelWorker,
+    as_reference,
     optional_values,
     response_column,
     response_mask,
@@ -49,6 +53,7 @@ class ActorRolloutRefWorker(ModelWorker):
     ) -> None:
         super().__init__(place, setup)
         self._resharder: Resharder
+        self._merged: MergedWeights | None = None
         self._algorithm = algorithm
         self._temperature = temperature
         self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
@@ -72,7 +77,7 @@ class ActorRolloutRefWorker(ModelWorker):
     @register_call(step_calls.REF_LOG_PROB)
     def compute_ref_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """Compute log-probs of the responses with the policy before training."""
-        with self.engine.memory.weights_of(self.reference):
+        with as_reference(self):
             return response_column(batch, "ref_log_probs", self._log_probs(batch, sizes))
 
     @register_call(step_calls.ACTOR_ADVANTAGES)
@@ -117,7 +122,9 @@ class ActorRolloutRefWorker(ModelWorker):
         """Plan the transfer of this rank's weights to the engines."""
         groups, spec = self.engine.groups, self.engine.request.spec
         shards = held_tensors(self.engine.models, spec, "lm", groups)
-        held = {(shard.chunk, shard.name): tensor for shard, tensor in shards}
+        held: Held = {(shard.chunk, shard.name): tensor for shard, tensor in shards}
+        if self.engine.adapters is not None:
+            held = self._merged = self.engine.adapters.merged(held, torch_dtype(route.dtype))
         planner = ReshardPlanner(spec, groups.parallel, groups.mesh, route.layout)
         transport = route.transport(self.rank, groups.device)
         self._resharder = Resharder(planner, transport, held, route)
@@ -126,7 +133,13 @@ class ActorRolloutRefWorker(ModelWorker):
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
         """Send the current weights to these engine workers, and verify that they arrived."""
         self.engine.memory.need("parameters")
-        return self._resharder.send(version, workers)
+        if self._merged is None:
+            return self._resharder.send(version, workers)
+        self._merged.forget()
+        report = self._resharder.send(version, workers)
+        loss = self._merged.loss
+        self._merged.forget()  # frees the merged tensors
+        return replace(report, moved=loss.moved, lost=loss.lost)
 
     def _log_probs(self, batch: DataProto, sizes: MicroBatchSizes) -> Tensor | None:
         scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(self._temperature))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -45,9 +45,10 @@ class ModelWorker(Worker):
         self.init_process_group(take_device(self.place.local_rank), setup.timeout_s)
         groups = self._groups.enter_context(model_parallel(setup.settings.parallel, setup.seed))
         spec = read_spec(setup.path)
-        self.engine = MegatronEngine(EngineRequest(spec, setup.head, setup.settings, new_head=setup.new_head), groups)
+        request = EngineRequest(spec, setup.head, setup.settings, new_head=setup.new_head, seed=setup.seed)
+        self.engine = MegatronEngine(request, groups)
         self.engine.load(HfReader(setup.path))
-        if setup.keeps_reference:
+        if setup.keeps_reference and self.engine.adapters is None:
             self.reference = self.engine.memory.copy_weights()
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         return ModelFacts(self.engine.packing, spec.num_parameters, spec.flops_per_token, device)
@@ -125,6 +126,17 @@ class ModelWorker(Worker):
     def update(self, rows: TokenRows, sizes: MicroBatchSizes, loss: LossFunction, scores: ScoreRequest) -> UpdateReport:
         reports, outcome = self.engine.update(rows, self.micro_batches(sizes), loss, scores)
         return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied)
+
+
+@contextmanager
+def as_reference(worker: ModelWorker) -> Iterator[None]:
+    """Compute with the model before training, for the block: adapters are off, or the kept weights are in use."""
+    if worker.engine.adapters is not None:
+        with worker.engine.adapters.off():
+            yield
+    else:
+        with worker.engine.memory.weights_of(worker.reference):
+            yield
 
 
 def _reduced(engine: MegatronEngine, x: Tensor, operation: torch.distributed.ReduceOp.RedOpType) -> Tensor:

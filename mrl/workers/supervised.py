@@ -24,6 +24,7 @@ from mrl.protocol.columns import jagged
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport
 from mrl.workers.model_worker import (
     ModelWorker,
+    as_reference,
     last_tokens,
     response_column,
     rows_of,
@@ -123,7 +124,7 @@ class DpoWorker(ModelWorker):
             return None
         if "ref_log_probs" in batch.columns():
             return batch.values("ref_log_probs")
-        with self.engine.memory.weights_of(self.reference):
+        with as_reference(self):
             scores = self.forward(rows, sizes, ScoreRequest())
         if scores is None or scores.log_probs_T is None:
             return torch.zeros(int(rows.response_lengths.sum()))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrl.cli.export import export_role
+from mrl.cli.export import ExportForm, export_role
 from mrl.cli.main import main
 from mrl.config.resolved.load import load_config_of
 from mrl.demo.model import make_model
@@ -37,7 +37,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
     monkeypatch.setattr("mrl.engine.checkpoint_files.export_checkpoint", read)
     config = load_config_of("sft", LAPTOP_SFT, [f"model.path={model}"]).config
     with pytest.raises(SetupError if is_removed or isinstance(error, OSError) else type(error)) as caught:
-        export_role(config, tmp_path, "3", "actor", None, tmp_path / "out")
+        export_role(config, tmp_path, "3", "actor", ExportForm(), tmp_path / "out")
     assert ("which is still running, has removed this checkpoint" in str(caught.value)) == is_removed
 
 

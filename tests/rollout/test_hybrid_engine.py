@@ -331,6 +331,18 @@ def test_a_worker_that_took_no_weights_stops_the_run(make: Callable[..., Made]) 
         assert engine.metrics() == {}
 
 
+def test_lost_share_of_an_update_is_that_of_all_ranks(make: Callable[..., Made]) -> None:
+    engine, stage = make()
+    engine.connect()
+    stage.answers["actor", "send_weights"] = lambda *_: [
+        report(1, 1, moved=3.0, lost=1.0),
+        report(1, 1, moved=1.0, lost=0.5),
+    ]
+    with engine.rollout_mode():
+        pass
+    assert engine.metrics()["sync/lost_update"] == 1.5 / 4
+
+
 # --- engines in their own pool ----------------------------------------------------------------------------------------
 
 

@@ -128,6 +128,7 @@ class StubEngine:
     def __init__(self, scores: Scores | None) -> None:
         self.scores = scores
         self.memory = StubMemory()
+        self.adapters: object = None
         self.calls: list[Call] = []
 
     def _note(self, rows: TokenRows, micro_batches: Sequence[npt.NDArray[np.int64]], request: ScoreRequest) -> None:

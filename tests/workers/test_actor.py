@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -225,6 +226,16 @@ def test_log_probs_are_asked_for_at_the_temperature_of_the_rollout(method: str, 
     assert call.micro_batches == [[0, 1, 2], [3, 4, 5, 6, 7]]
     assert call.weights is (reference if column == "ref_log_probs" else "own")
     assert worker.engine.memory.weights == "own"  # type: ignore[comparison-overlap]
+
+
+def test_reference_of_a_policy_with_adapters_is_the_policy_with_its_adapters_off() -> None:
+    rows = make_rows()
+    worker = worker_of(config_of(), Scores(log_probs_T=torch.cat(scores_of(rows)["log_probs"]).detach()), Shards(1))
+    memory = worker.engine.memory
+    worker.engine.adapters = SimpleNamespace(off=lambda: memory.weights_of("off"))  # type: ignore[assignment, arg-type]
+    worker.compute_ref_log_prob(batch_of(rows), [[8]])
+    (call,) = worker.engine.calls  # type: ignore[attr-defined]
+    assert call.weights == "off"
 
 
 def test_ranks_without_scores_give_no_column() -> None:

@@ -16,6 +16,7 @@ from mrl.config.rules.cluster import check_cluster, check_placement
 from mrl.config.rules.components import check_components, missing_modules
 from mrl.config.rules.data import check_data, unchecked_data
 from mrl.config.rules.judge import check_judge
+from mrl.config.rules.lora import check_lora
 from mrl.config.rules.model_shape import check_model_rules, read_model_shape, unchecked
 from mrl.config.rules.passthrough import check_passthrough
 from mrl.config.rules.preference import check_preference
@@ -51,7 +52,7 @@ def check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
 def check_rules(config: AnyConfig) -> Iterator[Problem]:
     """Yield every problem between the keys of a configuration. The caller adds their origins."""
     yield from check_sizes(config)
-    for check_any in (check_data, check_components, check_training, check_validation):
+    for check_any in (check_data, check_components, check_training, check_validation, check_lora):
         yield from check_any(config)
     if isinstance(config, SftConfig):
         yield from check_preference(config)

@@ -9,8 +9,9 @@ from typing import Any
 
 from mrl import files
 from mrl.config.arithmetic import longest_sample_tokens
+from mrl.config.rules.lora import check_lora_targets
 from mrl.config.rules.problems import near_divisors, nearest, problem
-from mrl.config.schema import Config, MegatronModelConfig
+from mrl.config.schema import Config, MegatronModelConfig, TrainedModelConfig
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.errors import Problem
 from mrl.hub import HubName, local_files, neither
@@ -85,6 +86,8 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _layers(role, model, shape)
         yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
         yield from _experts(role, model, shape)
+        if isinstance(model, TrainedModelConfig):
+            yield from check_lora_targets(role, model, shape.experts)
         if config.cluster.device == "gpu":
             yield from _window(f"{role}.parallel.cp", model.parallel.cp, shape)
     if isinstance(config, Config) and "actor" in roles:

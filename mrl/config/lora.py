@@ -1,0 +1,63 @@
+"""The section `lora` of a trained role: low-rank adapters on a frozen model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mrl.config.bounds import Count, Share, Text
+
+ALL_LINEAR = "all-linear"
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS)
+_EXPERTS = "experts cannot have adapters yet"
+REFUSED_TARGETS = {
+    "lm_head": "engines cannot serve an adapter of the output matrix",
+    "score": "a score head has one row, which is always trained whole",
+    "embed_tokens": "engines cannot serve an adapter of the embeddings",
+    "gate": "an adapter of the router would send tokens to other experts in the engine than in training",
+    "router": "an adapter of the router would send tokens to other experts in the engine than in training",
+    "kv_b_proj": "vLLM decodes with its base weight, so the adapter would act on prompts only",
+    **dict.fromkeys(("experts", "w1", "w2", "w3", "gate_up_proj"), _EXPERTS),
+    "qkv_proj": "adapters belong to Hugging Face's modules: write q_proj, k_proj, v_proj",
+    "linear_qkv": "adapters belong to Hugging Face's modules: write q_proj, k_proj, v_proj",
+    "linear_proj": "adapters belong to Hugging Face's modules: write o_proj",
+    "linear_fc1": "adapters belong to Hugging Face's modules: write gate_proj, up_proj",
+    "linear_fc2": "adapters belong to Hugging Face's modules: write down_proj",
+}
+"""Modules that cannot be targets -> reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Train low-rank adapters, and keep the model frozen. A linear layer `W x` becomes `W x + alpha / rank * B A x`,
+    with A of `rank` rows and B of `rank` columns. B starts at zero, so training starts from the model itself. The model
+    with its adapters off is the reference."""
+
+    rank: Count
+    """Rows of each A, and columns of each B. Each Hugging Face module has its own pair."""
+    alpha: Share
+    """Scale of the adapters: their product is multiplied by alpha / rank."""
+    targets: list[Text] = field(default_factory=lambda: [ALL_LINEAR])
+    """Modules with adapters, by Hugging Face's names: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`,
+    `down_proj`; or `all-linear` for all of them. In a model with experts, only the attention can have adapters."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, so that the scale of the gradients does not depend on the rank."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """Initial values of A, drawn from training.seed and the name of the module: `kaiming` is uniform in +-1 /
+    sqrt(inputs), the default of peft; `gaussian` has a standard deviation of 1 / rank."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that decide what saved adapters mean."""
+        return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora, "targets": sorted(self.modules)}
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Return the names of the targets."""
+        return frozenset(TARGETS if ALL_LINEAR in self.targets else self.targets)

@@ -1,0 +1,61 @@
+"""Rules for the section `lora` of trained roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mrl.config.lora import ALL_LINEAR, ATTENTION_TARGETS, REFUSED_TARGETS, TARGETS, LoraConfig
+from mrl.config.rules.problems import problem
+from mrl.config.schema import TrainedModelConfig
+from mrl.config.sft import AnyConfig, RmConfig
+from mrl.errors import Problem, did_you_mean
+from mrl.libraries import transformer_engine_extension
+
+_UNTESTED_DDP = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_buckets")
+
+
+def check_lora(config: AnyConfig) -> Iterator[Problem]:
+    for role, model in config.trained_roles().items():
+        if model.lora is None:
+            continue
+        key = f"{role}.lora"
+        if role == "critic":
+            yield problem(key, "a critic cannot have adapters yet: it is trained whole", f"{key}=null")
+        elif isinstance(config, RmConfig):
+            yield problem(key, "a reward model cannot have adapters yet: it is trained whole", f"{key}=null")
+        yield from _targets(f"{key}.targets", model.lora)
+        yield from _settings(role, model, config.cluster.device)
+
+
+def check_lora_targets(role: str, model: TrainedModelConfig, num_experts: int | None) -> Iterator[Problem]:
+    """Refuse adapters of the MLPs in a model with experts."""
+    if model.lora is None or num_experts is None:
+        return
+    if wrong := sorted(model.lora.modules & set(TARGETS) - set(ATTENTION_TARGETS)):
+        key = f"{role}.lora.targets"
+        what = (
+            f"the model has {num_experts} experts per layer, and experts cannot have adapters yet: {', '.join(wrong)}"
+        )
+        yield problem(key, what, f"{key}=[{', '.join(ATTENTION_TARGETS)}]")
+
+
+def _targets(key: str, lora: LoraConfig) -> Iterator[Problem]:
+    if not lora.targets:
+        yield problem(key, "no module is a target, so nothing would be trained", f"{key}=[{ALL_LINEAR}]")
+    for name in dict.fromkeys(lora.targets):
+        if name in REFUSED_TARGETS:
+            yield problem(key, f"{name} is refused: {REFUSED_TARGETS[name]}", "remove it")
+        elif name not in (ALL_LINEAR, *TARGETS):
+            yield problem(key, f'unknown module "{name}"', did_you_mean(name, (ALL_LINEAR, *TARGETS)))
+    if ALL_LINEAR in lora.targets and len(lora.targets) > 1:
+        yield problem(key, f"{ALL_LINEAR} includes every other target", f"{key}=[{ALL_LINEAR}]")
+
+
+def _settings(role: str, model: TrainedModelConfig, device: str) -> Iterator[Problem]:
+    """Refuse settings with which adapters have not been compared with peft."""
+    for name in _UNTESTED_DDP:
+        if model.ddp.get(name):
+            yield problem(f"{role}.ddp.{name}", "has not been tested with adapters", "remove this key")
+    if device == "gpu" and transformer_engine_extension() is not None:
+        what = "Transformer Engine's layers hold the norm inside, where adapters cannot read their input yet"
+        yield problem(f"{role}.lora", what, f"{role}.lora=null, or a Python environment without Transformer Engine")

@@ -1,0 +1,107 @@
+"""Export of saved adapters: as PEFT's files, or merged into the model. Neither needs Megatron."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mrl import files
+from mrl.config.lora import LoraConfig
+from mrl.config.schema import TrainedModelConfig
+from mrl.dtypes import torch_dtype
+from mrl.engine.base_digest import digest_of_sums, weighted_sum
+from mrl.engine.checkpoint_files import SavedFiles
+from mrl.engine.merging import RoundingLoss
+from mrl.errors import EngineError
+from mrl.models.adapters import adapter_names, adapter_tensors
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader
+from mrl.models.hf_writer import HfWriter
+from mrl.models.regions import Shape, whole
+from mrl.models.table import float32_tensors, hf_tensors
+
+
+def export_adapters(
+    saved: Path, source: Path, base_name: str, model: TrainedModelConfig, dtype: torch.dtype, target: Path
+) -> int:
+    """Write the adapters in `saved` as a PEFT directory for the model `base_name`. Return the number of tensors."""
+    lora, checkpoint, shapes = _checked(saved, source, model)
+    tensors = {name: _saved_tensor(checkpoint, name, shape).to(dtype) for name, shape in shapes.items()}
+    if target.exists():
+        raise EngineError("already exists", where=str(target), fix="choose a new directory, or remove it")
+    staged = target.with_name(f".{target.name}.partial")
+    staged.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, staged / "adapter_model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(peft_settings(lora, base_name), indent=2)
+    files.write_text(staged / "adapter_config.json", text + "\n")
+    files.publish_directory(staged, target)
+    return len(tensors)
+
+
+def peft_settings(lora: LoraConfig, base_name: str) -> dict[str, Any]:
+    """Return the content of PEFT's `adapter_config.json`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted(lora.modules),
+        "bias": "none",
+        "use_rslora": lora.rslora,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+
+
+def export_merged(
+    saved: Path, source: Path, model: TrainedModelConfig, dtype: torch.dtype, target: Path
+) -> tuple[int, RoundingLoss]:
+    """Write the model `source` with the adapters in `saved` added in float32. Return the number of tensors and the loss
+    of rounding to `dtype`.
+
+    The files of `source` must be the model that was trained.
+    """
+    lora, checkpoint, adapters = _checked(saved, source, model)
+    spec, reader, loss = read_spec(source), HfReader(source), RoundingLoss()
+    shapes, wide = hf_tensors(spec, "lm"), float32_tensors(spec)
+    sums = []
+    with HfWriter(target, spec, source, "lm", dtype) as writer:
+        for name, shape in shapes.items():
+            base = reader.read(name, whole(shape)).to(torch.float32 if name in wide else torch_dtype(model.dtype))
+            sums.append(int(weighted_sum(base, whole(shape))))
+            a, b = adapter_names(name)
+            merged = base.float()
+            if a in adapters:
+                low, up = (_saved_tensor(checkpoint, part, adapters[part]) for part in (a, b))
+                update = lora.scale * (up @ low)
+                merged = merged + update
+                loss.add(update, base.to(dtype), merged.to(dtype))
+            writer.write(name, merged)  # rounds to the dtype in the file
+        checkpoint.check_base(digest_of_sums(list(shapes), sums), str(source))
+    return len(shapes), loss
+
+
+def _checked(saved: Path, source: Path, model: TrainedModelConfig) -> tuple[LoraConfig, SavedFiles, dict[str, Shape]]:
+    lora = model.lora
+    assert lora is not None, "only a model with adapters has them in its checkpoints"
+    checkpoint, shapes = SavedFiles(saved), adapter_tensors(read_spec(source), lora)
+    checkpoint.check_manifest()
+    checkpoint.check_lora(lora.identity)
+    checkpoint.check_model(shapes)
+    checkpoint.check_files(0, 1)
+    return lora, checkpoint, shapes
+
+
+def _saved_tensor(checkpoint: SavedFiles, name: str, shape: Shape) -> Tensor:
+    tensor = torch.empty(shape, dtype=torch.float32)  # the dtype of the optimizer's weights
+    checkpoint.read(name, whole(shape), {"param": tensor})
+    return tensor

@@ -1,0 +1,158 @@
+"""Low-rank adapters on Megatron's linear layers: y = W x becomes y = W x + scale * B A x, with W frozen.
+
+Communication is `rank` numbers wide. A column-parallel layer applies A to the rank's own tokens, then gathers the
+results. A row-parallel layer applies A to the rank's own columns, then sums the results over the tensor ranks, then
+applies B. A factor that every tensor rank holds whole sees only the rank's own tokens with sequence parallelism:
+Megatron sums its gradient over the tensor ranks, because it is marked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+from torch.nn.functional import linear
+
+from mrl.config.lora import LoraConfig
+from mrl.engine.layer_spec import has_transformer_engine
+from mrl.engine.merging import Key, MergedWeights
+from mrl.engine.model import TokenModel
+from mrl.engine.parallel import ParallelGroups
+from mrl.errors import EngineError
+from mrl.models.adapters import AdapterPair, adapter_pairs, adapter_tensors
+from mrl.models.layout import RankPlace
+from mrl.models.regions import Region, Shape, slices
+from mrl.models.spec import ModelSpec
+from mrl.models.table import Shard
+
+ReadBox = Callable[[str, Region], Tensor]
+"""Returns a box of an adapter, by PEFT's name."""
+
+
+class Adapters:
+    """The adapters of a model on this rank. Creating them freezes the model's own weights."""
+
+    def __init__(self, chunks: Sequence[TokenModel], spec: ModelSpec, lora: LoraConfig, groups: ParallelGroups) -> None:
+        if has_transformer_engine():
+            raise EngineError(
+                "Transformer Engine's layers hold the norm inside, where adapters cannot read their input yet",
+                fix="set lora to null, or use a Python environment without Transformer Engine",
+            )
+        self.lora, self._spec = lora, spec
+        self.is_on = True
+        self._held: list[tuple[AdapterPair, torch.nn.Parameter, torch.nn.Parameter]] = []
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(_with_gradient)
+        place = RankPlace(tp=groups.at.tp, pp=groups.at.pp)
+        for pair in adapter_pairs(spec, lora, groups.parallel, place):
+            self._attach(chunks[pair.weight.chunk], pair, groups)
+
+    def _attach(self, chunk: TokenModel, pair: AdapterPair, groups: ParallelGroups) -> None:
+        module: Any = chunk.get_submodule(pair.weight.name.removesuffix(".weight"))
+        assert tuple(module.weight.shape) == pair.weight.shape, f"{pair.weight.name} is not the table's"
+        for name, shard in (("lora_a", pair.a), ("lora_b", pair.b)):
+            parameter: Any = torch.nn.Parameter(
+                torch.empty(shard.shape, dtype=chunk.config.params_dtype, device=groups.device)
+            )
+            parameter.tensor_model_parallel = shard.split  # Megatron's mark for the gradient norm
+            parameter.sequence_parallel = chunk.config.sequence_parallel and not shard.split
+            module.register_parameter(name, parameter)
+        places = None
+        if pair.outputs != ((0, pair.weight.shape[0]),):
+            places = torch.cat([torch.arange(*run) for run in pair.outputs]).to(groups.device)
+        module.register_forward_hook(partial(self._add, pair, places, chunk.config.sequence_parallel))
+        self._held.append((pair, module.lora_a, module.lora_b))
+
+    def _add(
+        self,
+        pair: AdapterPair,
+        places: Tensor | None,
+        sequence_parallel: bool,
+        module: Any,
+        inputs: tuple[Tensor, ...],
+        output: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of a linear layer with the addition of its adapters."""
+        if not self.is_on:
+            return output
+        value, bias = output
+        low = linear(inputs[0], module.lora_a) * self.lora.scale
+        if pair.splits_columns:
+            reduce = reduce_scatter_to_sequence_parallel_region
+            low = reduce(low) if sequence_parallel else reduce_from_tensor_model_parallel_region(low)
+        else:
+            gather = gather_from_sequence_parallel_region
+            low = gather(low) if sequence_parallel else copy_to_tensor_model_parallel_region(low)
+        lows = low.split(self.lora.rank, -1)
+        factors = module.lora_b.split(list(pair.num_rows))
+        added = torch.cat([linear(part, factor) for part, factor in zip(lows, factors, strict=True)], -1)
+        return value + added if places is None else value.index_add(-1, places, added), bias
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Compute with the frozen model alone, for the block. Only forward passes are possible."""
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self.is_on = True
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """Return the names and shapes of all adapters of the model."""
+        return adapter_tensors(self._spec, self.lora)
+
+    def held(self) -> Iterator[tuple[Shard, torch.nn.Parameter]]:
+        """Yield each shard of the table of adapters with its parameter."""
+        for pair, a, b in self._held:
+            yield from ((pair.a, a), (pair.b, b))
+
+    def merged(self, base: Mapping[Key, Tensor], engine_dtype: torch.dtype) -> MergedWeights:
+        """Return the weights of this rank with the adapters added, for engines of that dtype."""
+        return MergedWeights(base, self._held, self.lora.scale, engine_dtype)
+
+    @torch.no_grad()
+    def fill(self, read: ReadBox) -> None:
+        for shard, parameter in self.held():
+            for piece in shard.pieces:
+                parameter[slices(piece.target)] = read(piece.hf, piece.source).to(parameter)
+
+    def initialize(self, seed: int) -> None:
+        """Draw each A by its name, so that its values do not depend on the layout. Set each B to zero."""
+        shapes = self.tensors
+
+        @lru_cache(maxsize=8)
+        def drawn(name: str) -> Tensor:
+            return _initial_value(name, shapes[name], self.lora, seed)
+
+        self.fill(lambda name, box: drawn(name)[slices(box)])
+
+
+def _initial_value(name: str, shape: Shape, lora: LoraConfig, seed: int) -> Tensor:
+    """Return the first value of an adapter, with peft's distributions."""
+    if name.endswith(".lora_B.weight"):
+        return torch.zeros(shape)
+    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+    generator = torch.Generator().manual_seed(number)
+    if lora.init == "gaussian":
+        return torch.randn(shape, generator=generator) / lora.rank
+    return torch.empty(shape).uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
+
+
+def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    """Make the first layer's input need a gradient: recomputation skips layers whose inputs need none."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output

@@ -1,0 +1,178 @@
+"""Adapters of a tiny model in any layout and in peft, on the same eight rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file
+
+from mrl.config.lora import LoraConfig
+from mrl.config.schema import ParallelConfig, TrainedModelConfig
+from mrl.engine.checkpoint_files import flat_shard_regions
+from mrl.engine.engine import EngineRequest, MegatronEngine
+from mrl.engine.parallel import ParallelGroups, model_parallel
+from mrl.engine.scores import ScoreRequest
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader
+from mrl.models.regions import Region, slices
+from tests.engine.tiny_training import LENGTHS, VOCAB, negative_score, share
+
+Floats = npt.NDArray[np.float32]
+"""Tensors cross to another process as arrays: torch would share their memory, which ends with the process."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Adapters in one layout."""
+
+    model: str
+    adapters: str
+    """A directory of PEFT."""
+    layout: ParallelConfig
+    lora: dict[str, Any]
+    megatron: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Results of one rank: log-probs of its rows by number, boxes of gradients, and the update's loss and norm."""
+
+    on: dict[int, Floats]
+    off: dict[int, Floats]
+    gradients: list[tuple[str, Region, Floats]]
+    loss: float
+    grad_norm: float
+    num_buffered: int
+    """Elements of the gradient buffers."""
+
+
+def measure(cases: list[Case]) -> list[Found]:
+    return [_measure(case) for case in cases]
+
+
+def settings_of(case: Case, dtype: Any = "float32") -> TrainedModelConfig:
+    return TrainedModelConfig(
+        parallel=case.layout,
+        dtype=dtype,
+        max_tokens_per_device=64,
+        megatron=case.megatron,
+        ddp=case.ddp,
+        lora=LoraConfig(**case.lora),
+        optimizer={"lr": 1e-2, "weight_decay": 0.01, "clip_grad": 0.0},
+    )
+
+
+def engine_of(case: Case, groups: ParallelGroups, dtype: Any = "float32") -> MegatronEngine:
+    """Return an engine with the model's weights and with the adapters of the case."""
+    engine = MegatronEngine(EngineRequest(read_spec(case.model), "lm", settings_of(case, dtype)), groups)
+    engine.load(HfReader(case.model))
+    values = load_file(f"{case.adapters}/adapter_model.safetensors")
+    assert engine.adapters is not None
+    assert engine.optimizer is not None
+    engine.adapters.fill(lambda name, box: values[name][slices(box)])
+    engine.optimizer.optimizer.reload_model_params()
+    return engine
+
+
+def _measure(case: Case) -> Found:
+    with model_parallel(case.layout, seed=1) as groups:
+        engine = engine_of(case, groups)
+        assert engine.adapters is not None
+        assert engine.optimizer is not None
+        on = log_probs_by_row(engine)
+        with engine.adapters.off():
+            off = log_probs_by_row(engine)
+        engine.optimizer.zero_grad()
+        reports = engine.forward_backward(*share(engine), negative_score, ScoreRequest())
+        gradients = gradient_boxes(engine)
+        norm = engine.optimizer.step().grad_norm
+        loss = reports["loss"] if groups.mesh.is_output_rank(groups.at.rank) else 0.0
+        return Found(on, off, gradients, loss, norm, sum(b.grad_data.numel() for b in engine.optimizer.buffers))
+
+
+def log_probs_by_row(engine: MegatronEngine) -> dict[int, Floats]:
+    rows, micro_batches = share(engine)
+    scores = engine.forward(rows, micro_batches, ScoreRequest())
+    if scores is None or scores.log_probs_T is None:
+        return {}
+    mine = range(engine.groups.at.dp, len(LENGTHS), engine.groups.mesh.dp)
+    parts = scores.log_probs_T.split(rows.response_lengths.tolist())
+    return {number: part.numpy() for number, part in zip(mine, parts, strict=True)}
+
+
+def gradient_boxes(engine: MegatronEngine) -> list[tuple[str, Region, Floats]]:
+    """Return the parts of the adapters' gradients that this rank owns, by PEFT's names."""
+    assert engine.adapters is not None
+    assert engine.optimizer is not None
+    boxes = []
+    for shard, parameter in engine.adapters.held():
+        owned: Any = engine.optimizer.owned(parameter)
+        gradient: Any = parameter
+        if owned is not None:
+            flat = gradient.main_grad.flatten()[owned.start : owned.start + len(owned.state["param"])]
+            regions = flat_shard_regions(shard, owned.start, {"grad": flat})
+            boxes += [(name, box, x["grad"].numpy().copy()) for name, box, x in regions]
+    return boxes
+
+
+# --- peft -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The same figures from peft on transformers."""
+
+    on: list[Floats]
+    off: list[Floats]
+    loss: float
+    gradients: dict[str, Floats]
+
+
+def with_peft(model: str, directory: Path, lora: LoraConfig) -> Oracle:
+    """Save random adapters to `directory`, and return what peft computes with them."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    settings = PeftConfig(
+        r=lora.rank,
+        lora_alpha=int(lora.alpha),
+        target_modules=sorted(lora.modules),
+        use_rslora=lora.rslora,
+        task_type="CAUSAL_LM",
+    )
+    adapted: Any = get_peft_model(base, settings)
+    random = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=random))
+    adapted.save_pretrained(directory)
+    on = peft_log_probs(adapted)
+    loss = -torch.cat(on).sum() / 100
+    loss.backward()
+    gradients = {
+        name.replace(".default.", "."): parameter.grad.numpy()
+        for name, parameter in adapted.named_parameters()
+        if parameter.grad is not None
+    }
+    with adapted.disable_adapter(), torch.no_grad():
+        off = peft_log_probs(adapted)
+    return Oracle([x.detach().numpy() for x in on], [x.numpy() for x in off], float(loss.detach()), gradients)
+
+
+def peft_log_probs(model: Any) -> list[torch.Tensor]:
+    """Return the log-probs of the rows of `share`, computed one by one."""
+    tokens = torch.randint(0, VOCAB, (int(LENGTHS.sum()),), generator=torch.Generator().manual_seed(7))
+    found = []
+    for row in tokens.split(LENGTHS.tolist()):
+        log_probs = model(row[None]).logits[0, 1:-1].log_softmax(-1)
+        found.append(log_probs.gather(1, row[2:, None])[:, 0])
+    return found

@@ -1,0 +1,82 @@
+"""The table of adapters covers each target's A and B once, in any layout, under PEFT's names."""
+
+from __future__ import annotations
+
+import pytest
+
+from mrl.config.lora import LoraConfig
+from mrl.config.schema import ParallelConfig as Layout
+from mrl.errors import ModelError
+from mrl.models.adapters import adapter_pairs, adapter_tensors
+from mrl.models.complete import check_adapters_complete
+from mrl.models.families import spec_of
+from mrl.models.hf_config import HfConfig
+from mrl.models.layout import RankPlace
+
+LAYOUTS = [
+    Layout(),
+    Layout(tp=2),
+    Layout(tp=4),
+    Layout(pp=2, vpp=2),
+    Layout(tp=2, pp=4, sequence_parallel=True),
+]
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "router_aux_loss_coef": 0.0}
+OWN = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32, "num_key_value_heads": 1},
+    "qwen3_moe": {"head_dim": 32, "norm_topk_prob": True, **EXPERTS},
+}
+SPECS = {
+    family: spec_of(HfConfig({"model_type": family, **SIZES, **own}, "config.json")) for family, own in OWN.items()
+}
+ALL = LoraConfig(rank=4, alpha=8.0)
+SOME = LoraConfig(rank=3, alpha=8.0, targets=["q_proj", "v_proj", "down_proj"])
+
+
+@pytest.mark.parametrize("lora", [ALL, SOME])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_each_element_of_each_adapter_is_held_once(family: str, lora: LoraConfig) -> None:
+    for layout in LAYOUTS:
+        check_adapters_complete(SPECS[family], layout, lora)
+
+
+def test_names_and_shapes_are_those_of_peft() -> None:
+    tensors = adapter_tensors(SPECS["qwen3"], SOME)
+    prefix = "base_model.model.model.layers.1"
+    assert tensors[f"{prefix}.self_attn.q_proj.lora_A.weight"] == (3, 64)
+    assert tensors[f"{prefix}.self_attn.q_proj.lora_B.weight"] == (128, 3)
+    assert tensors[f"{prefix}.mlp.down_proj.lora_A.weight"] == (3, 96)
+    assert len(tensors) == 4 * 3 * 2
+
+
+def test_rows_of_b_lie_at_the_outputs_of_their_module() -> None:
+    """Llama has two query groups of two heads: without keys, each group has a hole of one head."""
+    qkv, *_ = adapter_pairs(SPECS["llama"], SOME, Layout(), RankPlace())
+    assert qkv.outputs == ((0, 32), (64, 96), (48, 64), (112, 128))
+    assert qkv.num_rows == (64, 32)
+    assert qkv.a.shape == (6, 64)
+
+
+def test_rank_without_outputs_of_any_target_is_refused() -> None:
+    lora = LoraConfig(rank=2, alpha=2.0, targets=["v_proj"])
+    with pytest.raises(ModelError, match="tensor rank 0 of 4 holds no outputs of v_proj"):
+        list(adapter_pairs(SPECS["qwen3"], lora, Layout(tp=4), RankPlace()))
+
+
+def test_experts_are_refused_as_targets() -> None:
+    with pytest.raises(ModelError, match=r"experts cannot have adapters yet, but down_proj, gate_proj, up_proj"):
+        adapter_tensors(SPECS["qwen3_moe"], ALL)
+    attention = LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
+    check_adapters_complete(SPECS["qwen3_moe"], Layout(tp=2, ep=2, sequence_parallel=True), attention)

@@ -1,0 +1,47 @@
+"""Whole runs with adapters: real Ray, real Megatron, a real vLLM engine, and `mrl export`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mrl.demo.model import make_model
+from tests.apart import run_mrl, untimed
+from tests.trainer.test_ppo import CONFIG
+
+LORA = (
+    "placement.roles.critic=null",
+    "critic=null",
+    "algorithm={advantage: grpo, kl: {where: loss, coef: 0.01}}",
+    "actor.lora={rank: 4, alpha: 8}",
+    "actor.optimizer.lr=1e-2",
+    "actor.max_tokens_per_device=256",
+)
+
+
+@pytest.mark.slow
+def test_a_policy_with_adapters_trains_resumes_and_is_exported(tmp_path: Path) -> None:
+    config, run = tmp_path / "run.yaml", tmp_path / "runs" / "small"
+    config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))
+    run_mrl("train", str(config), *LORA)
+    lines = untimed(run)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[0]["actor/kl"] == pytest.approx(0, abs=1e-5), (
+        "the adapters start at zero, so the policy is its reference"
+    )
+    assert lines[2]["actor/kl"] > 1e-6
+    assert (
+        max(line["mismatch/log_prob_abs_diff_max"] for line in lines if "mismatch/log_prob_abs_diff_max" in line) < 1e-4
+    )
+    assert lines[1]["sync/lost_update"] < 0.01, "float32 loses little of an update"
+    again = run.with_name("again")
+    shutil.copytree(run, again)
+    for step in (2, 3):
+        shutil.rmtree(again / "checkpoints" / f"step-00000{step}")
+    run_mrl("train", str(config), *LORA, "run.name=again")
+    assert untimed(again) == lines
+    assert "PEFT's files" in run_mrl("export", str(run), str(tmp_path / "peft"))
+    assert (tmp_path / "peft" / "adapter_model.safetensors").exists()
+    assert "rounding left" in run_mrl("export", str(run), str(tmp_path / "merged"), "--merge")
