@@ -26,11 +26,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from mrl.config.lora import LoraConfig
-from mrl.engine.layer_spec import has_transformer_engine
 from mrl.engine.merging import Key, MergedWeights
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
-from mrl.errors import EngineError
+from mrl.engine.separate_norms import check_separate_norms
 from mrl.models.adapters import AdapterPair, adapter_pairs, adapter_tensors
 from mrl.models.layout import RankPlace
 from mrl.models.regions import Region, Shape, slices
@@ -45,11 +44,6 @@ class Adapters:
     """The adapters of a model on this rank. Creating them freezes the model's own weights."""
 
     def __init__(self, chunks: Sequence[TokenModel], spec: ModelSpec, lora: LoraConfig, groups: ParallelGroups) -> None:
-        if has_transformer_engine():
-            raise EngineError(
-                "Transformer Engine's layers hold the norm inside, where adapters cannot read their input yet",
-                fix="set lora to null, or use a Python environment without Transformer Engine",
-            )
         self.lora, self._spec = lora, spec
         self.is_on = True
         self._held: list[tuple[AdapterPair, torch.nn.Parameter, torch.nn.Parameter]] = []
@@ -60,6 +54,8 @@ class Adapters:
         place = RankPlace(tp=groups.at.tp, pp=groups.at.pp)
         for pair in adapter_pairs(spec, lora, groups.parallel, place):
             self._attach(chunks[pair.weight.chunk], pair, groups)
+        for chunk in chunks:
+            check_separate_norms(chunk)
 
     def _attach(self, chunk: TokenModel, pair: AdapterPair, groups: ParallelGroups) -> None:
         module: Any = chunk.get_submodule(pair.weight.name.removesuffix(".weight"))

@@ -66,7 +66,8 @@ class MegatronEngine:
     def __init__(self, request: EngineRequest, groups: ParallelGroups) -> None:
         self.request, self.groups = request, groups
         settings = request.settings
-        model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron)
+        adapted = request.lora is not None
+        model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron, adapted)
         self.config = transformer_config(model, groups)
         self.models = build_chunks(model, self.config, groups)
         self.adapters: Adapters | None = None

@@ -83,7 +83,7 @@ class MergedWeights(Mapping[Key, Tensor]):
     def _merged(self, key: Key) -> Tensor:
         pair, a, b = self._adapters[key]
         weight, merged = self._base[key], self._base[key].detach().clone()
-        lows = a.float().split(a.shape[0] // len(pair.num_rows))
+        lows = torch.split(a.float(), a.shape[0] // len(pair.num_rows))
         module_of = [number for number, count in enumerate(pair.num_rows) for _ in range(count)]
         end = 0
         for start, stop in pair.outputs:

@@ -21,6 +21,7 @@ from mrl.dtypes import torch_dtype
 from mrl.engine.layer_spec import block_spec, has_transformer_engine
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.parallel import ParallelGroups
+from mrl.engine.separate_norms import separate_norms
 from mrl.errors import EngineError
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
@@ -35,6 +36,8 @@ class ModelRequest:
     head: Head
     dtype: str
     megatron: dict[str, Any]
+    adapted: bool = False
+    """Whether linear layers get adapters, which read the output of the norm in front of them."""
 
 
 def transformer_config(request: ModelRequest, groups: ParallelGroups) -> TransformerConfig:
@@ -97,9 +100,12 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
         # Transformer Engine's layers need no Apex. Megatron's output layer would need it, but is never used here.
         if has_transformer_engine():
             config.gradient_accumulation_fusion = False
+        layers = block_spec(config, number)
+        if request.adapted and has_transformer_engine():
+            separate_norms(layers)
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, number),
+            transformer_layer_spec=layers,
             vocab_size=padded_vocab(spec.vocab, groups.parallel.tp),
             pre_process=is_first,
             post_process=is_last,

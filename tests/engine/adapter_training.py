@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ class Case:
     layout: ParallelConfig
     lora: dict[str, Any]
     megatron: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
+    dtype: Literal["bfloat16", "float32"] = "float32"
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,20 @@ def measure(cases: list[Case]) -> list[Found]:
     return [_measure(case) for case in cases]
 
 
-def settings_of(case: Case, dtype: Any = "float32") -> TrainedModelConfig:
+def settings_of(case: Case) -> TrainedModelConfig:
     return TrainedModelConfig(
         parallel=case.layout,
-        dtype=dtype,
+        dtype=case.dtype,
         max_tokens_per_device=64,
         megatron=case.megatron,
-        ddp=case.ddp,
         lora=LoraConfig(**case.lora),
         optimizer={"lr": 1e-2, "weight_decay": 0.01, "clip_grad": 0.0},
     )
 
 
-def engine_of(case: Case, groups: ParallelGroups, dtype: Any = "float32") -> MegatronEngine:
+def engine_of(case: Case, groups: ParallelGroups) -> MegatronEngine:
     """Return an engine with the model's weights and with the adapters of the case."""
-    engine = MegatronEngine(EngineRequest(read_spec(case.model), "lm", settings_of(case, dtype)), groups)
+    engine = MegatronEngine(EngineRequest(read_spec(case.model), "lm", settings_of(case)), groups)
     engine.load(HfReader(case.model))
     values = load_file(f"{case.adapters}/adapter_model.safetensors")
     assert engine.adapters is not None
@@ -103,7 +102,7 @@ def log_probs_by_row(engine: MegatronEngine) -> dict[int, Floats]:
         return {}
     mine = range(engine.groups.at.dp, len(LENGTHS), engine.groups.mesh.dp)
     parts = scores.log_probs_T.split(rows.response_lengths.tolist())
-    return {number: part.numpy() for number, part in zip(mine, parts, strict=True)}
+    return {number: part.float().numpy() for number, part in zip(mine, parts, strict=True)}
 
 
 def gradient_boxes(engine: MegatronEngine) -> list[tuple[str, Region, Floats]]:

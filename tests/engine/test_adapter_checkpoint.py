@@ -57,6 +57,37 @@ def resume(case: Case, directory: str, others: list[Case]) -> dict[str, Any]:
         return found
 
 
+def move(case: Case) -> dict[str, Any]:
+    """Move all memory to the host and back, before and after a step."""
+    with model_parallel(case.layout, seed=1) as groups:
+        engine = fresh(case, groups)
+        memory, found = engine.memory, {"before": log_probs_by_row(engine), "copied": []}
+        for _ in range(2):
+            memory.traffic.to_host_bytes = 0
+            memory.offload("parameters", "gradients", "optimizer")
+            found["copied"].append(memory.traffic.to_host_bytes)
+            found["away"] = sum(memory.device_bytes.values())
+            memory.onload("parameters", "gradients", "optimizer")
+            found.setdefault("again", log_probs_by_row(engine))
+            step(engine)
+        found["frozen"] = sum(x.nbytes for model in engine.models for x in model.parameters() if not x.requires_grad)
+        assert engine.adapters is not None
+        with engine.adapters.off():
+            found["refused"] = refusal(lambda: step(engine))
+        return found
+
+
+def test_frozen_weights_are_copied_to_the_host_once(tmp_path: Path) -> None:
+    case = Case(str(make_tiny("qwen3", tmp_path / "model")), "", Layout(), LORA)
+    (found,) = run_distributed(1, move, case, timeout_s=LIMIT_S)
+    assert found["away"] == 0
+    assert torch.equal(rows_of([found], "before"), rows_of([found], "again"))
+    first, second = found["copied"]
+    assert first > found["frozen"] > 500_000
+    assert second < found["frozen"] / 2, "after a step only the adapters and their optimizer state are copied"
+    assert "the adapters are off" in found["refused"]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path, list[dict[str, Any]]]:
     directory = tmp_path_factory.mktemp("adapters")

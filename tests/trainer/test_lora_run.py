@@ -10,6 +10,8 @@ import pytest
 from mrl.demo.model import make_model
 from tests.apart import run_mrl, untimed
 from tests.trainer.test_ppo import CONFIG
+from tests.trainer.test_ranked_run import CONFIG as RANKED
+from tests.trainer.test_ranked_run import KINDS
 
 LORA = (
     "placement.roles.critic=null",
@@ -45,3 +47,16 @@ def test_a_policy_with_adapters_trains_resumes_and_is_exported(tmp_path: Path) -
     assert "PEFT's files" in run_mrl("export", str(run), str(tmp_path / "peft"))
     assert (tmp_path / "peft" / "adapter_model.safetensors").exists()
     assert "rounding left" in run_mrl("export", str(run), str(tmp_path / "merged"), "--merge")
+
+
+@pytest.mark.slow
+def test_dpo_with_adapters_writes_a_merged_model(tmp_path: Path) -> None:
+    config, model = tmp_path / "run.yaml", make_model(tmp_path / "model", seed=1)
+    config.write_text(RANKED.format(directory=tmp_path, model=model) + KINDS["dpo"])
+    printed = run_mrl("dpo", str(config), "actor.lora={rank: 4, alpha: 8}", "actor.optimizer.lr=1e-3")
+    lines = untimed(tmp_path / "run")
+    assert lines[0]["val/accuracy"] == 0.5, "the adapters start at zero, so the policy is its reference"
+    assert lines[1]["accuracy"] == 0.5
+    assert lines[-1]["val/loss"] != lines[0]["val/loss"]
+    assert "rounding left" in printed
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()

@@ -9,7 +9,6 @@ from mrl.config.rules.problems import problem
 from mrl.config.schema import TrainedModelConfig
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.errors import Problem, did_you_mean
-from mrl.libraries import transformer_engine_extension
 
 _UNTESTED_DDP = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_buckets")
 
@@ -24,7 +23,7 @@ def check_lora(config: AnyConfig) -> Iterator[Problem]:
         elif isinstance(config, RmConfig):
             yield problem(key, "a reward model cannot have adapters yet: it is trained whole", f"{key}=null")
         yield from _targets(f"{key}.targets", model.lora)
-        yield from _settings(role, model, config.cluster.device)
+        yield from _settings(role, model)
 
 
 def check_lora_targets(role: str, model: TrainedModelConfig, num_experts: int | None) -> Iterator[Problem]:
@@ -51,11 +50,8 @@ def _targets(key: str, lora: LoraConfig) -> Iterator[Problem]:
         yield problem(key, f"{ALL_LINEAR} includes every other target", f"{key}=[{ALL_LINEAR}]")
 
 
-def _settings(role: str, model: TrainedModelConfig, device: str) -> Iterator[Problem]:
+def _settings(role: str, model: TrainedModelConfig) -> Iterator[Problem]:
     """Refuse settings with which adapters have not been compared with peft."""
     for name in _UNTESTED_DDP:
         if model.ddp.get(name):
             yield problem(f"{role}.ddp.{name}", "has not been tested with adapters", "remove this key")
-    if device == "gpu" and transformer_engine_extension() is not None:
-        what = "Transformer Engine's layers hold the norm inside, where adapters cannot read their input yet"
-        yield problem(f"{role}.lora", what, f"{role}.lora=null, or a Python environment without Transformer Engine")

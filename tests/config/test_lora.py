@@ -1,0 +1,15 @@
+"""Values that follow from the section `lora`."""
+
+from __future__ import annotations
+
+from mrl.config.lora import TARGETS, LoraConfig
+
+
+def test_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
+    assert LoraConfig(rank=16, alpha=8.0).scale == 0.5
+    assert LoraConfig(rank=16, alpha=8.0, rslora=True).scale == 2.0
+
+
+def test_all_linear_names_every_module() -> None:
+    assert LoraConfig(rank=1, alpha=1.0).modules == {*TARGETS}
+    assert LoraConfig(rank=1, alpha=1.0, targets=["v_proj"]).modules == {"v_proj"}
