@@ -11,6 +11,9 @@ ALL_LINEAR = "all-linear"
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS)
+ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of vLLM, which pads others with zeros."""
+MAX_ENGINE_RANK = ENGINE_RANKS[-1]
 _EXPERTS = "experts cannot have adapters yet"
 REFUSED_TARGETS = {
     "lm_head": "engines cannot serve an adapter of the output matrix",
@@ -47,6 +50,10 @@ class LoraConfig:
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """Initial values of A, drawn from training.seed and the name of the module: `kaiming` is uniform in +-1 /
     sqrt(inputs), the default of peft; `gaussian` has a standard deviation of 1 / rank."""
+
+    sync: Literal["adapters", "merged"] = "adapters"
+    """What engines get: `adapters`, which they apply as the trainer does; or `merged` weights, which any engine can
+    use, but rounding removes most of a small update (`sync/lost_update`)."""
 
     @property
     def scale(self) -> float:

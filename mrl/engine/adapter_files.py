@@ -34,13 +34,18 @@ def export_adapters(
     tensors = {name: _saved_tensor(checkpoint, name, shape).to(dtype) for name, shape in shapes.items()}
     if target.exists():
         raise EngineError("already exists", where=str(target), fix="choose a new directory, or remove it")
+    write_peft(target, tensors, lora, base_name)
+    return len(tensors)
+
+
+def write_peft(target: Path, tensors: dict[str, Tensor], lora: LoraConfig, base_name: str) -> None:
+    """Write PEFT's files. The directory appears when it is complete."""
     staged = target.with_name(f".{target.name}.partial")
     staged.mkdir(parents=True, exist_ok=True)
     save_file(tensors, staged / "adapter_model.safetensors", metadata={"format": "pt"})
     text = json.dumps(peft_settings(lora, base_name), indent=2)
     files.write_text(staged / "adapter_config.json", text + "\n")
     files.publish_directory(staged, target)
-    return len(tensors)
 
 
 def peft_settings(lora: LoraConfig, base_name: str) -> dict[str, Any]:

@@ -117,6 +117,23 @@ class Adapters:
         for pair, a, b in self._held:
             yield from ((pair.a, a), (pair.b, b))
 
+    def gathered(self, groups: ParallelGroups) -> dict[str, Tensor]:
+        """Return all adapters by PEFT's names, on the host of the first rank; nothing on the others. Call this on all
+        ranks."""
+        boxes: list[tuple[str, Region, Tensor]] = []
+        if groups.at.dp == groups.at.cp == 0:
+            for shard, parameter in self.held():
+                if shard.split or groups.at.tp == 0:
+                    boxes += [(x.hf, x.source, parameter.detach()[slices(x.target)].cpu()) for x in shard.pieces]
+        is_first = groups.at.rank == 0
+        everything: list[Any] | None = [None] * torch.distributed.get_world_size() if is_first else None
+        torch.distributed.gather_object(boxes, everything)
+        dtype = self._held[0][1].dtype
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in self.tensors.items()} if is_first else {}
+        for name, box, values in (part for parts in everything or () for part in parts):
+            tensors[name][slices(box)] = values
+        return tensors
+
     def merged(self, base: Mapping[Key, Tensor], engine_dtype: torch.dtype) -> MergedWeights:
         """Return the weights of this rank with the adapters added, for engines of that dtype."""
         return MergedWeights(base, self._held, self.lora.scale, engine_dtype)

@@ -104,6 +104,12 @@ class HybridEngine:
         if self._take_turns:
             self.fleet.sleep()
 
+    @property
+    def _adapter_rank(self) -> int:
+        """Return the rank of the adapters that engines apply; 0 if they get plain weights."""
+        lora = self._config.actor.lora
+        return lora.rank if lora is not None and lora.sync == "adapters" else 0
+
     def connect(self) -> None:
         """Send the trainer's ranks, whose models are loaded now, the devices of all engines."""
         config, tp = self._config, self._config.rollout.tp
@@ -130,6 +136,7 @@ class HybridEngine:
             bucket_bytes=config.sync.bucket_bytes,
             timeout_s=self._context.deadlines.call_s,
             rendezvous=self._receivers.rendezvous() if self._receivers else None,
+            adapters=self._sockets if self._adapter_rank else None,
         )
         if self._receivers is None:
             self._actor.prepare_sending(route)
@@ -275,6 +282,7 @@ class HybridEngine:
             loads_files=self._loads_files,
             reads_text=self._reads_text,
             takes_weights_in_flight=self._cache is not None,
+            adapter_rank=0 if self._loads_files else self._adapter_rank,
             records=self._context.run_directory if self._cache and not replay else None,
             replays=Path(replay) if replay else None,
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},

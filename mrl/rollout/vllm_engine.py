@@ -18,9 +18,11 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -33,6 +35,7 @@ from mrl.models.families import read_spec
 from mrl.rollout.capacity import EngineDemand, engine_capacity
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.weight_sync.vllm_adapters import adapter_arguments, adapter_directory
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
 
 _DISCARD_EVERYTHING = 2
@@ -55,6 +58,12 @@ class VllmEngine(RolloutEngine):
         init_info = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
         self.full_tensor_reason = next(filter(None, self._on_workers("full_tensor_reason")), "")
+        if self.full_tensor_reason and settings.adapter_rank:
+            raise RolloutError(
+                f"adapters need weights that can be written directly, but {self.full_tensor_reason}",
+                fix="set actor.lora.sync=merged",
+            )
+        self._adapter: LoRARequest | None = None
         self._ended: list[Generated] = []
         """Finished samples that were left when steps had to end."""
         self._first: str | None = ""
@@ -69,7 +78,7 @@ class VllmEngine(RolloutEngine):
             prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
             if self.settings.takes_weights_in_flight:  # never read caches computed with other weights
                 prompt["cache_salt"] = str(self.weight_version)
-            self._engine.add_request(request.key, prompt, params)
+            self._engine.add_request(request.key, prompt, params, lora_request=self._adapter)
             if self._first == "":
                 self._first = request.key
 
@@ -132,9 +141,25 @@ class VllmEngine(RolloutEngine):
         self._on_workers("finish_weight_update")
         if reasons := [reason for reason in self._on_workers("last_update_error") if reason]:
             raise RolloutError(reasons[0])
+        if self.settings.adapter_rank:
+            self._load_adapters(version)
         self._first = ""
         if not keeps_cache:
             self._drop_cache()
+
+    def _load_adapters(self, version: int) -> None:
+        """Replace the adapters by those that the trainer has written, and verify that the slot holds all of them."""
+        directory = adapter_directory(self.settings.sockets, version)
+        with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
+            num_pairs = sum(1 for name in file.keys() if ".lora_A." in name)  # noqa: SIM118  # not a dictionary
+        for number in self._engine.list_loras():
+            self._engine.remove_lora(number)
+        self._on_workers("forget_adapters")
+        self._adapter = LoRARequest(directory.name, version, str(directory))
+        self._engine.add_lora(self._adapter)
+        problems = self._on_workers("slot_problem", number=version, num_pairs=num_pairs)
+        if problem := next(filter(None, problems), ""):
+            raise RolloutError(problem, where=self.settings.replica)
 
     def _num_written(self) -> Mapping[str, int]:
         states = self._engine.output_processor.request_states.values()
@@ -199,6 +224,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "worker_extension_cls": "mrl.weight_sync.vllm_receiver.WorkerExtension",
         # If the trainer sends weights before generation starts, weights are not read from files.
         "load_format": "auto" if settings.loads_files else "dummy",
+        **adapter_arguments(settings.adapter_rank),
     }
     if settings.device == "cpu":  # vLLM rewinds the noise after a chunk, which CPU generators cannot do
         required["enable_chunked_prefill"] = False

@@ -60,6 +60,9 @@ class WeightSyncSpec:
     rendezvous: Rendezvous | None = None
     """Meeting point of trainer ranks and receivers; None if the engines are on the trainer's devices."""
 
+    adapters: Path | None = None
+    """Directory for the adapters of each version, which engines read; None if engines get merged weights."""
+
     def transport(self, rank: int, device: torch.device) -> P2PTransport:
         """Join the other ranks."""
         if self.rendezvous is None:

@@ -29,6 +29,8 @@ from mrl.errors import RolloutError, did_you_mean
 from mrl.weight_sync.digest import Digests
 
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_WRAPPED = ".base_layer"
+"""End of the name of a layer inside a layer that adds an adapter."""
 _PLAIN_MOE_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 
 
@@ -75,7 +77,9 @@ class ParameterWriter:
 
     def __init__(self, model: Module) -> None:
         self._missing = {
-            f"{prefix}.{name}": (owner, name) for prefix, owner in _owners(model).items() for name in owner.slots
+            f"{prefix.removesuffix(_WRAPPED)}.{name}": (owner, name)
+            for prefix, owner in _owners(model).items()
+            for name in owner.slots
         }
         self._digests = Digests()
 

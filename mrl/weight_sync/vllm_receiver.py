@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from mrl.errors import RolloutError
 from mrl.weight_sync.ipc import IpcReceiver, socket_path
+from mrl.weight_sync.vllm_adapters import slot_problem
 from mrl.weight_sync.vllm_parameters import ParameterWriter, full_tensor_reason, load_full_tensors
 
 
@@ -32,6 +33,15 @@ class WorkerExtension:
         """Return why this worker rejected the last version; empty if it accepted it."""
         receiver: IpcTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
         return receiver.refused_because
+
+    def forget_adapters(self) -> None:
+        """Make vLLM compute its indices of adapters again: their memory may have been discarded."""
+        self.model_runner.lora_manager._adapter_manager._last_mapping = None  # type: ignore[attr-defined]
+
+    def slot_problem(self, number: int, num_pairs: int) -> str:
+        """Return how this worker's slot differs from the adapter with that number; empty if it does not."""
+        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+        return slot_problem(manager, number, num_pairs)
 
     def free_memory(self, part: str) -> tuple[int, int, int]:
         """Return bytes of this worker's device: free, total, and required by vLLM's allocator to wake this part."""

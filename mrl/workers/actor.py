@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.dtypes import torch_dtype
+from mrl.engine.adapter_files import write_peft
 from mrl.engine.merging import MergedWeights
 from mrl.engine.scores import DivergenceRequest, LossInput, LossOutput, ScoreRequest
 from mrl.engine.vocab_head import EntropyUse
@@ -34,6 +37,7 @@ from mrl.protocol import DataProto
 from mrl.weight_sync.exchange import Held
 from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
+from mrl.weight_sync.vllm_adapters import adapter_directory
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
 from mrl.workers.model_worker import (
@@ -54,6 +58,8 @@ class ActorRolloutRefWorker(ModelWorker):
         super().__init__(place, setup)
         self._resharder: Resharder
         self._merged: MergedWeights | None = None
+        self._adapters: Path | None = None
+        self._written = 0
         self._algorithm = algorithm
         self._temperature = temperature
         self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
@@ -123,7 +129,8 @@ class ActorRolloutRefWorker(ModelWorker):
         groups, spec = self.engine.groups, self.engine.request.spec
         shards = held_tensors(self.engine.models, spec, "lm", groups)
         held: Held = {(shard.chunk, shard.name): tensor for shard, tensor in shards}
-        if self.engine.adapters is not None:
+        self._adapters = route.adapters
+        if self.engine.adapters is not None and route.adapters is None:
             held = self._merged = self.engine.adapters.merged(held, torch_dtype(route.dtype))
         planner = ReshardPlanner(spec, groups.parallel, groups.mesh, route.layout)
         transport = route.transport(self.rank, groups.device)
@@ -133,6 +140,8 @@ class ActorRolloutRefWorker(ModelWorker):
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
         """Send the current weights to these engine workers, and verify that they arrived."""
         self.engine.memory.need("parameters")
+        if self._adapters is not None and self._written != version:
+            self._write_adapters(self._adapters, version)
         if self._merged is None:
             return self._resharder.send(version, workers)
         self._merged.forget()
@@ -140,6 +149,17 @@ class ActorRolloutRefWorker(ModelWorker):
         loss = self._merged.loss
         self._merged.forget()  # frees the merged tensors
         return replace(report, moved=loss.moved, lost=loss.lost)
+
+    def _write_adapters(self, shared: Path, version: int) -> None:
+        """Write the adapters for the engines. All ranks wait until the files are complete."""
+        adapters = self.engine.adapters
+        assert adapters is not None, "engines get the adapters of a model that has some"
+        tensors = adapters.gathered(self.engine.groups)
+        if tensors:
+            write_peft(adapter_directory(shared, version), tensors, adapters.lora, self.setup.path)
+            shutil.rmtree(adapter_directory(shared, self._written - 1), ignore_errors=True)
+        torch.distributed.barrier()
+        self._written = version
 
     def _log_probs(self, batch: DataProto, sizes: MicroBatchSizes) -> Tensor | None:
         scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(self._temperature))

@@ -24,10 +24,11 @@ LORA = (
 
 
 @pytest.mark.slow
-def test_a_policy_with_adapters_trains_resumes_and_is_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", ["adapters", "merged"])
+def test_a_policy_with_adapters_trains_resumes_and_is_exported(sync: str, tmp_path: Path) -> None:
     config, run = tmp_path / "run.yaml", tmp_path / "runs" / "small"
     config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))
-    run_mrl("train", str(config), *LORA)
+    run_mrl("train", str(config), *LORA, f"actor.lora.sync={sync}")
     lines = untimed(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-5), (
@@ -37,12 +38,15 @@ def test_a_policy_with_adapters_trains_resumes_and_is_exported(tmp_path: Path) -
     assert (
         max(line["mismatch/log_prob_abs_diff_max"] for line in lines if "mismatch/log_prob_abs_diff_max" in line) < 1e-4
     )
+    if sync == "adapters":
+        assert "sync/lost_update" not in lines[2]
+        return
     assert lines[2]["sync/lost_update"] < 0.01, "float32 loses little of an update"
     again = run.with_name("again")
     shutil.copytree(run, again)
     for step in (2, 3):
         shutil.rmtree(again / "checkpoints" / f"step-00000{step}")
-    run_mrl("train", str(config), *LORA, "run.name=again")
+    run_mrl("train", str(config), *LORA, "actor.lora.sync=merged", "run.name=again")
     assert untimed(again) == lines
     assert "PEFT's files" in run_mrl("export", str(run), str(tmp_path / "peft"))
     assert (tmp_path / "peft" / "adapter_model.safetensors").exists()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.lora import ALL_LINEAR, ATTENTION_TARGETS, REFUSED_TARGETS, TARGETS, LoraConfig
+from mrl.config.lora import ALL_LINEAR, ATTENTION_TARGETS, MAX_ENGINE_RANK, REFUSED_TARGETS, TARGETS, LoraConfig
 from mrl.config.rules.problems import problem
-from mrl.config.schema import TrainedModelConfig
+from mrl.config.schema import Config, TrainedModelConfig
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.errors import Problem, did_you_mean
 
@@ -24,6 +24,8 @@ def check_lora(config: AnyConfig) -> Iterator[Problem]:
             yield problem(key, "a reward model cannot have adapters yet: it is trained whole", f"{key}=null")
         yield from _targets(f"{key}.targets", model.lora)
         yield from _settings(role, model)
+        if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
+            yield from _engines(config, model.lora.rank)
 
 
 def check_lora_targets(role: str, model: TrainedModelConfig, num_experts: int | None) -> Iterator[Problem]:
@@ -36,6 +38,19 @@ def check_lora_targets(role: str, model: TrainedModelConfig, num_experts: int | 
             f"the model has {num_experts} experts per layer, and experts cannot have adapters yet: {', '.join(wrong)}"
         )
         yield problem(key, what, f"{key}=[{', '.join(ATTENTION_TARGETS)}]")
+
+
+def _engines(config: Config, rank: int) -> Iterator[Problem]:
+    """Check that the engines can apply the adapters."""
+    key, merged = "actor.lora.sync", "actor.lora.sync=merged"
+    if config.rollout.engine != "vllm":
+        yield problem(key, f"only vllm applies adapters, not the engine {config.rollout.engine}", merged)
+    if rank > MAX_ENGINE_RANK:
+        what = f"vLLM applies adapters up to rank {MAX_ENGINE_RANK}, not {rank}"
+        yield problem(key, what, f"{merged}, or actor.lora.rank={MAX_ENGINE_RANK}")
+    if config.asynchrony.weights == "in_flight":
+        what = "adapters cannot arrive between two tokens of a sample yet"
+        yield problem(key, what, f"{merged}, or asynchrony.weights=between")
 
 
 def _targets(key: str, lora: LoraConfig) -> Iterator[Problem]:
