@@ -52,8 +52,8 @@ class LoraConfig:
     sqrt(inputs), the default of peft; `gaussian` has a standard deviation of 1 / rank."""
 
     sync: Literal["adapters", "merged"] = "adapters"
-    """What engines get: `adapters`, which they apply as the trainer does; or `merged` weights, which any engine can
-    use, but rounding removes most of a small update (`sync/lost_update`)."""
+    """How engines get the policy: as `adapters`, which they apply like the trainer; or as `merged` weights, which any
+    engine can use, but rounding removes most of a small update (`sync/lost_update`)."""
 
     @property
     def scale(self) -> float:

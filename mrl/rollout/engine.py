@@ -58,7 +58,7 @@ class EngineSettings:
     takes_weights_in_flight: bool = False
     """Whether weights may change between two tokens of a sample."""
     adapter_rank: int = 0
-    """Rank of the adapters that the engine applies to the weights; 0 if there are none."""
+    """Rank of the adapters that the engine applies to the weights; 0 for plain weights."""
     records: Path | None = None
     """Run whose directory gets the schedule of the engine's calls."""
     replays: Path | None = None

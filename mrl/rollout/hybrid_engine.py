@@ -104,12 +104,6 @@ class HybridEngine:
         if self._take_turns:
             self.fleet.sleep()
 
-    @property
-    def _adapter_rank(self) -> int:
-        """Return the rank of the adapters that engines apply; 0 if they get plain weights."""
-        lora = self._config.actor.lora
-        return lora.rank if lora is not None and lora.sync == "adapters" else 0
-
     def connect(self) -> None:
         """Send the trainer's ranks, whose models are loaded now, the devices of all engines."""
         config, tp = self._config, self._config.rollout.tp
@@ -136,7 +130,7 @@ class HybridEngine:
             bucket_bytes=config.sync.bucket_bytes,
             timeout_s=self._context.deadlines.call_s,
             rendezvous=self._receivers.rendezvous() if self._receivers else None,
-            adapters=self._sockets if self._adapter_rank else None,
+            adapters=self._sockets if _adapter_rank(config) else None,
         )
         if self._receivers is None:
             self._actor.prepare_sending(route)
@@ -282,7 +276,7 @@ class HybridEngine:
             loads_files=self._loads_files,
             reads_text=self._reads_text,
             takes_weights_in_flight=self._cache is not None,
-            adapter_rank=0 if self._loads_files else self._adapter_rank,
+            adapter_rank=0 if self._loads_files else _adapter_rank(self._config),
             records=self._context.run_directory if self._cache and not replay else None,
             replays=Path(replay) if replay else None,
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
@@ -322,3 +316,9 @@ class HybridEngine:
         }
         if moved := sum(report.moved for report in reports):
             self._metrics["sync/lost_update"] = sum(report.lost for report in reports) / moved
+
+
+def _adapter_rank(config: Config) -> int:
+    """Return the rank of the adapters that engines apply; 0 if they get plain weights."""
+    lora = config.actor.lora
+    return lora.rank if lora is not None and lora.sync == "adapters" else 0

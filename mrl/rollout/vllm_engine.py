@@ -148,7 +148,7 @@ class VllmEngine(RolloutEngine):
             self._drop_cache()
 
     def _load_adapters(self, version: int) -> None:
-        """Replace the adapters by those that the trainer has written, and verify that the slot holds all of them."""
+        """Replace the adapters with the files of this version, and verify that the slot holds all of them."""
         directory = adapter_directory(self.settings.sockets, version)
         with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
             num_pairs = sum(1 for name in file.keys() if ".lora_A." in name)  # noqa: SIM118  # not a dictionary
