@@ -129,7 +129,8 @@ def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[st
     has_experts = mesh.ep > 1 or mesh.etp > 1
     yield f"{role}: {layout}{chunks}{sequence}{experts if has_experts else ''}"
     if role == "actor" and isinstance(config, Config) and has_reference(config):
-        yield "  The reference model is a frozen copy of this role: same processes, same layout."
+        kind = "this role with its adapters off" if config.actor.lora is not None else "a frozen copy of this role"
+        yield f"  The reference model is {kind}: same processes, same layout."
     if role not in config.trained_roles():
         yield "  It is frozen, and scores whole steps."
     room, of_rank = share.tokens_per_micro_batch, share.samples_per_rank

@@ -42,8 +42,13 @@ def needs_old_log_probs(config: Config) -> bool:
     return updates_per_step(config.batch) > 1 or charged or algorithm.correction is not None
 
 
+def keeps_reference(config: AnyConfig) -> bool:
+    """Return whether a frozen copy of the actor is kept in host memory. With adapters, the actor itself is frozen."""
+    return has_reference(config) and config.actor.lora is None
+
+
 def has_reference(config: AnyConfig) -> bool:
-    """Return whether a frozen copy of the actor is kept in host memory."""
+    """Return whether the actor computes the reference: with a copy of its first weights, or without its adapters."""
     if isinstance(config, Config):
         return config.algorithm.kl.where != "none" and config.reference is None
     if not isinstance(config, DpoConfig) or config.preference.loss in WITHOUT_REFERENCE:

@@ -67,7 +67,7 @@ class DeviceMemory:
             }
         untrained = [parameter for parameter in parameters if not parameter.requires_grad]
         if optimizer is not None and untrained:
-            tensors[_FROZEN] = [*_flatten(untrained), *frozen]
+            tensors[_FROZEN] = [*(parameter.data for parameter in untrained), *frozen]  # each has its own storage
         else:
             tensors["parameters"] += frozen  # the buffers of the table belong to the weights of a model
         self._parts = {name: HostMirroredStorage(held, self.traffic, stream) for name, held in tensors.items()}

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config.arithmetic import has_own_rollout_pool, has_reference, num_engines, role_batch, role_devices
+from mrl.config.arithmetic import has_own_rollout_pool, keeps_reference, num_engines, role_batch, role_devices
 from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
@@ -125,7 +125,7 @@ def _ranks(subject: Planned[Any], name: str) -> Processes:
     # At least this many tokens are never present at once, even if more fit into a micro-batch.
     tokens = min(model.max_tokens_per_device, share.samples_per_rank * share.longest_sample_tokens // model.parallel.cp)
     stages = role_stages(subject.with_changes_unchecked({f"{name}.max_tokens_per_device": tokens}), name)
-    num_copies, copied, buckets = int(name == "actor" and has_reference(config)), False, 0
+    num_copies, copied, buckets = int(name == "actor" and keeps_reference(config)), False, 0
     if isinstance(config, Config):
         turns = config.sync.offload and not has_own_rollout_pool(config)
         copied = turns and config.placement.roles[name] == config.placement.roles["actor"]

@@ -16,6 +16,7 @@ from typing import Any
 from mrl.config.arithmetic import (
     has_own_rollout_pool,
     has_reference,
+    keeps_reference,
     needs_old_log_probs,
     role_batch,
     role_devices,
@@ -182,7 +183,7 @@ def reference_host_bytes(subject: Planned[Any]) -> int:
     """Return the host memory of the reference in supervised training: the frozen weights, and space for the policy's
     while the frozen ones are in use. It is 0 if its log-probs are computed once."""
     config: AnyConfig = subject.config
-    per_rank = 2 * max(role.weights.parameters for role in role_stages(subject, "actor")) * has_reference(config)
+    per_rank = 2 * max(role.weights.parameters for role in role_stages(subject, "actor")) * keeps_reference(config)
     return per_rank * _ranks_of_a_machine(config)
 
 
@@ -300,7 +301,7 @@ def _host_bytes(config: Config, stages: Stages) -> int:
     """Return the peak host memory: roles that take turns with the engines, the reference, and the checkpoint being
     written."""
     takes_turns, pools = config.sync.offload and not has_own_rollout_pool(config), config.placement.roles
-    per_rank = max(role.weights.parameters for role in stages["actor"]) if has_reference(config) else 0
+    per_rank = max(role.weights.parameters for role in stages["actor"]) if keeps_reference(config) else 0
     for name, role_at_stages in stages.items():
         per_rank += max(role.weights.checkpoint for role in role_at_stages)
         if takes_turns and pools[name] == pools["actor"]:

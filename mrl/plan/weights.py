@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mrl.config.mesh import Mesh
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 from mrl.dtypes import ITEM_BYTES
+from mrl.models.adapters import adapter_pairs
 from mrl.models.families import FAMILIES
 from mrl.models.layout import RankPlace, layers_of_chunk
 from mrl.models.spec import ModelSpec
@@ -69,6 +70,8 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
         held += sum(sum(_experts(spec, layout, stage, chunk)) for chunk in range(layout.vpp)) * item
         return WeightBytes(held, 0, 0, 0, 0, 0, held)  # moved to one buffer after loading
     rank_buffers = buffers(spec, model, mesh, head, stage)
+    if model.lora is not None:
+        return _with_adapters(spec, model, mesh, rank_buffers, stage)
     owned = [min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in rank_buffers]
     copied = sum(n for n, buffer in zip(owned, rank_buffers, strict=True) if item < 4 and not buffer.is_float32)
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
@@ -95,6 +98,35 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
     )
 
 
+def _with_adapters(
+    spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, rank_buffers: Sequence[Buffer], stage: int
+) -> WeightBytes:
+    """Return the bytes of a frozen model with adapters. Only the adapters have gradients and optimizer state."""
+    item = ITEM_BYTES[model.dtype]
+    owned = [min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in rank_buffers]
+    frozen = MegatronModelConfig(parallel=model.parallel, dtype=model.dtype, max_tokens_per_device=1)
+    base = stage_weights(spec, frozen, mesh, "lm", stage).parameters
+    copied = sum(owned) * (item < 4)
+    largest = max(size for _, size in _adapters(spec, model, stage)) * item
+    return WeightBytes(
+        base + sum(buffer.num_padded for buffer in rank_buffers) * item,
+        sum(buffer.num_padded for buffer in rank_buffers) * (4 if model.ddp.get("grad_reduce_in_fp32", True) else item),
+        optimizer=4 * copied + 8 * sum(owned),
+        largest_parameter=largest,
+        layer_weight=largest,
+        checkpoint=sum(owned) * 12,
+        building=max(_building_bytes(rank_buffers, item, 4), copied * 4),
+    )
+
+
+def _adapters(spec: ModelSpec, model: TrainedModelConfig, stage: int) -> list[tuple[int, int]]:
+    """Return chunk and elements of each adapter on the first rank of a stage, in the order of Megatron's modules."""
+    assert model.lora is not None, "only a model with adapters has them"
+    pairs = adapter_pairs(spec, model.lora, model.parallel, RankPlace(pp=stage))
+    ordered = sorted(pairs, key=lambda pair: (pair.weight.chunk, not pair.splits_columns))  # linear_proj comes first
+    return [(shard.chunk, math.prod(shard.shape)) for pair in ordered for shard in (pair.a, pair.b)]
+
+
 def _item(buffer: Buffer, item: int) -> int:
     return 4 if buffer.is_float32 else item
 
@@ -116,6 +148,12 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
     """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters, one for float32 parameters in
     a 16-bit model, and one for experts that are reduced over other ranks."""
     layout, dense_owners = model.parallel, mesh.dp * mesh.cp
+    if model.lora is not None:
+        chunks = [[size for chunk, size in _adapters(spec, model, stage) if chunk == n] for n in range(layout.vpp)]
+        multiple = math.lcm(dense_owners, _bucket_multiple(model))
+        limits = [_bucket_limit(model, dense_owners) if stage == number == 0 else None for number in range(layout.vpp)]
+        padded = [sum(_padded_buckets(own, limit, multiple)) for own, limit in zip(chunks, limits, strict=True)]
+        return [Buffer(sum(own), size, dense_owners) for own, size in zip(chunks, padded, strict=True)]
     separate_experts = mesh.ep > 1 or mesh.etp != mesh.tp
     is_wide = ITEM_BYTES[model.dtype] == 4
     made = []
@@ -128,9 +166,7 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
         alone = []  # tied embeddings have their own bucket
         if spec.tied and head == "lm" and layout.pp > 1 and (first or last):
             alone = [dense.pop(0 if first else -1)]
-        limit = None
-        if first and model.ddp.get("overlap_grad_reduce"):
-            limit = model.ddp.get("bucket_size") or max(_MIN_BUCKET, 1_000_000 * dense_owners)
+        limit = _bucket_limit(model, dense_owners) if first else None
         groups = [([*dense, *([] if separate_experts else experts)], alone, dense_owners, False)]
         groups += [(float32, [], dense_owners, True)]
         groups += [([*experts], [], mesh.edp, False)] if separate_experts else []
@@ -205,6 +241,14 @@ def _padded_buckets(members: Sequence[int], limit: int | None, multiple: int) ->
             filled = 0
     if filled:
         yield round_up(filled, multiple)
+
+
+def _bucket_limit(model: TrainedModelConfig, owners: int) -> int | None:
+    """Return the elements after which Megatron begins another bucket of the first chunk; None for one bucket."""
+    if not model.ddp.get("overlap_grad_reduce"):
+        return None
+    limit: int = model.ddp.get("bucket_size") or max(_MIN_BUCKET, 1_000_000 * owners)
+    return limit
 
 
 def _bucket_multiple(model: TrainedModelConfig) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl.agents.loop import has_stops, open_dialogs
 from mrl.algos.kl import KLController
-from mrl.config.arithmetic import has_reference, role_mesh
+from mrl.config.arithmetic import keeps_reference, role_mesh
 from mrl.config.mesh import Mesh
 from mrl.config.resolved.load import in_directories
 from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig
@@ -204,7 +204,7 @@ def model_setup(role: str, config: Config) -> ModelSetup:
         seed=config.training.seed,
         timeout_s=config.deadlines.call_s,
         new_head=role == "critic" and config.model.critic is None,
-        keeps_reference=role == "actor" and has_reference(config),
+        keeps_reference=role == "actor" and keeps_reference(config),
         teacher=config.model_of("teacher")[1] if is_taught else None,
         vocab=read_spec(config.model.path).vocab if role in ("reference", "teacher") else None,
     )

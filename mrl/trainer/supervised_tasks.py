@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mrl.algos.preference import PREFERENCE_LOSSES, PairLogProbs, Pairs
-from mrl.config.arithmetic import has_reference
+from mrl.config.arithmetic import keeps_reference
 from mrl.config.sft import WITHOUT_REFERENCE, DpoConfig, DpoLossConfig, RmConfig, SftConfig
 from mrl.errors import ModelError
 from mrl.models.hf_reader import HfReader
@@ -76,7 +76,7 @@ def supervised_setup(config: SftConfig) -> ModelSetup:
         config.training.seed,
         config.deadlines.call_s,
         new_head=task.head == "score" and SCORE not in HfReader(path),
-        keeps_reference=has_reference(config),
+        keeps_reference=keeps_reference(config),
     )
 
 

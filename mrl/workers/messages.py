@@ -26,7 +26,7 @@ class ModelSetup:
     timeout_s: float
     new_head: bool = False
     keeps_reference: bool = False
-    """Whether a copy of the weights before training stays on the host. A model with adapters needs none."""
+    """Whether a copy of the weights before training stays on the host."""
     teacher: str | None = None
     """Model whose output matrix the policy needs to learn over the full vocabulary."""
     vocab: int | None = None

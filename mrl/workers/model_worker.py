@@ -48,7 +48,7 @@ class ModelWorker(Worker):
         request = EngineRequest(spec, setup.head, setup.settings, new_head=setup.new_head, seed=setup.seed)
         self.engine = MegatronEngine(request, groups)
         self.engine.load(HfReader(setup.path))
-        if setup.keeps_reference and self.engine.adapters is None:
+        if setup.keeps_reference:
             self.reference = self.engine.memory.copy_weights()
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         return ModelFacts(self.engine.packing, spec.num_parameters, spec.flops_per_token, device)

@@ -37,6 +37,7 @@ class Case:
     lora: dict[str, Any]
     megatron: dict[str, Any] = field(default_factory=dict)
     dtype: Literal["bfloat16", "float32"] = "float32"
+    ddp: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def settings_of(case: Case) -> TrainedModelConfig:
         dtype=case.dtype,
         max_tokens_per_device=64,
         megatron=case.megatron,
+        ddp=case.ddp,
         lora=LoraConfig(**case.lora),
         optimizer={"lr": 1e-2, "weight_decay": 0.01, "clip_grad": 0.0},
     )

@@ -82,8 +82,9 @@ def test_adapters_equal_peft(world_size: int, tmp_path: Path) -> None:
         oracles.append(kept[family])
         cases.append(Case(str(model), str(adapters), layout, lora, megatron))
     if world_size == 2:
-        cases.append(replace(cases[1], dtype="bfloat16"))
-        oracles.append(oracles[1])
+        overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
+        cases += [replace(cases[1], dtype="bfloat16"), replace(cases[5], ddp=overlapped)]
+        oracles += [oracles[1], oracles[5]]
     by_rank = run_distributed(world_size, measure, cases, timeout_s=LIMIT_S)
     for case, oracle, ranks in zip(cases, oracles, zip(*by_rank, strict=True), strict=True):
         differences = largest_difference(list(ranks), oracle)

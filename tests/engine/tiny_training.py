@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from mrl.config.lora import LoraConfig
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, ScheduleConfig, TrainedModelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine, Rows
 from mrl.engine.offload import DeviceMemory, PartName
@@ -34,6 +35,7 @@ def build(
     trained: bool = True,
     schedule: ScheduleConfig | None = None,
     megatron: dict[str, Any] | None = None,
+    lora: LoraConfig | None = None,
 ) -> MegatronEngine:
     """Build an engine with the weights of a tiny model."""
     megatron = megatron or {}
@@ -46,6 +48,7 @@ def build(
             megatron=megatron,
             optimizer={"lr": 1e-2, "weight_decay": 0.01},
             schedule=schedule or ScheduleConfig(),
+            lora=lora,
         )
     engine = MegatronEngine(EngineRequest(read_spec(path), head, settings), groups)
     engine.load(HfReader(path))

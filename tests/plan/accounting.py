@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from mrl.config.lora import LoraConfig
 from mrl.config.schema import ParallelConfig
 from mrl.engine.parallel import model_parallel
 from mrl.models.table import Head
@@ -19,6 +21,7 @@ class Case:
     layout: ParallelConfig
     head: Head = "lm"
     dtype: str = "bfloat16"
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ def accounts(cases: list[Case]) -> list[Accounts]:
 
 def _account(case: Case) -> Accounts:
     with model_parallel(case.layout, seed=1) as groups:
-        engine = build(case.model, case.layout, groups, head=case.head, dtype=case.dtype)  # type: ignore[arg-type]
+        dtype: Any = case.dtype
+        engine = build(case.model, case.layout, groups, head=case.head, dtype=dtype, lora=case.lora)
         step(engine)
         request, mesh, stage = engine.request, groups.mesh, groups.at.pp
         found = buffers(request.spec, request.settings, mesh, case.head, stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mrl.config.lora import LoraConfig
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import vocab_head
 from mrl.plan import activations
@@ -38,6 +39,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, list[Acc
         Case(models["mixtral"], Layout(tp=2, sequence_parallel=True)),  # experts whole on each tensor rank
         Case(models["mixtral"], Layout(pp=2)),
         Case(models["mixtral"], Layout()),
+        Case(models["qwen3"], Layout(tp=2, sequence_parallel=True), lora=LoraConfig(rank=3, alpha=1.0)),
+        Case(models["qwen2"], Layout(pp=2, vpp=2), lora=LoraConfig(rank=8, alpha=1.0, targets=["q_proj", "v_proj"])),
+        Case(models["glm4_moe"], Layout(), lora=LoraConfig(rank=8, alpha=1.0, targets=["q_proj", "o_proj"])),
     ]
     ranks = run_distributed(2, accounts, cases, timeout_s=LIMIT_S)
     return list(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))

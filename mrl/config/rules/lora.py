@@ -10,8 +10,6 @@ from mrl.config.schema import Config, TrainedModelConfig
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.errors import Problem, did_you_mean
 
-_UNTESTED_DDP = ("overlap_grad_reduce", "overlap_param_gather", "bucket_size", "num_buckets")
-
 
 def check_lora(config: AnyConfig) -> Iterator[Problem]:
     for role, model in config.trained_roles().items():
@@ -23,7 +21,6 @@ def check_lora(config: AnyConfig) -> Iterator[Problem]:
         elif isinstance(config, RmConfig):
             yield problem(key, "a reward model cannot have adapters yet: it is trained whole", f"{key}=null")
         yield from _targets(f"{key}.targets", model.lora)
-        yield from _settings(role, model)
         if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
             yield from _engines(config, model.lora.rank)
 
@@ -63,10 +60,3 @@ def _targets(key: str, lora: LoraConfig) -> Iterator[Problem]:
             yield problem(key, f'unknown module "{name}"', did_you_mean(name, (ALL_LINEAR, *TARGETS)))
     if ALL_LINEAR in lora.targets and len(lora.targets) > 1:
         yield problem(key, f"{ALL_LINEAR} includes every other target", f"{key}=[{ALL_LINEAR}]")
-
-
-def _settings(role: str, model: TrainedModelConfig) -> Iterator[Problem]:
-    """Refuse settings with which adapters have not been compared with peft."""
-    for name in _UNTESTED_DDP:
-        if model.ddp.get(name):
-            yield problem(f"{role}.ddp.{name}", "has not been tested with adapters", "remove this key")
