@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from mrl.config.lora import LoraConfig
 from mrl.engine.merging import Key, MergedWeights
@@ -67,16 +67,15 @@ class Adapters:
             parameter.tensor_model_parallel = shard.split  # Megatron's mark for the gradient norm
             parameter.sequence_parallel = chunk.config.sequence_parallel and not shard.split
             module.register_parameter(name, parameter)
-        places = None
-        if pair.outputs != ((0, pair.weight.shape[0]),):
-            places = torch.cat([torch.arange(*run) for run in pair.outputs]).to(groups.device)
-        module.register_forward_hook(partial(self._add, pair, places, chunk.config.sequence_parallel))
+        rows = _rows_of_outputs(pair)
+        rows = None if rows is None else rows.to(groups.device)
+        module.register_forward_hook(partial(self._add, pair, rows, chunk.config.sequence_parallel))
         self._held.append((pair, module.lora_a, module.lora_b))
 
     def _add(
         self,
         pair: AdapterPair,
-        places: Tensor | None,
+        rows: Tensor | None,
         sequence_parallel: bool,
         module: Any,
         inputs: tuple[Tensor, ...],
@@ -95,8 +94,14 @@ class Adapters:
             low = gather(low) if sequence_parallel else copy_to_tensor_model_parallel_region(low)
         lows = low.split(self.lora.rank, -1)
         factors = module.lora_b.split(list(pair.num_rows))
+        if rows is None and not torch.is_grad_enabled():
+            for target, part, factor in zip(value.split(list(pair.num_rows), -1), lows, factors, strict=True):
+                target += linear(part, factor)
+            return value, bias
         added = torch.cat([linear(part, factor) for part, factor in zip(lows, factors, strict=True)], -1)
-        return value + added if places is None else value.index_add(-1, places, added), bias
+        if rows is not None:  # `index_add` would keep the addition for the backward pass
+            added = pad(added, (0, 1)).index_select(-1, rows)
+        return value + added, bias
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -169,3 +174,14 @@ def _initial_value(name: str, shape: Shape, lora: LoraConfig, seed: int) -> Tens
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     """Make the first layer's input need a gradient: recomputation skips layers whose inputs need none."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _rows_of_outputs(pair: AdapterPair) -> Tensor | None:
+    """Return the row of `lora_b` of each output, one after the last if it has none. None if they are in order."""
+    num_outputs, num_rows = pair.weight.shape[0], pair.b.shape[0]
+    starts, stops = zip(*pair.outputs, strict=True)
+    if (*starts, num_outputs) == (0, *stops):
+        return None
+    rows = torch.full((num_outputs,), num_rows)
+    rows[torch.cat([torch.arange(*run) for run in pair.outputs])] = torch.arange(num_rows)
+    return rows

@@ -6,6 +6,7 @@ which then exists only inside the layer. With a separate norm, the linear layer'
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mrl.errors import EngineError
@@ -19,7 +20,11 @@ def separate_norms(spec: Any) -> None:
 
     for layer in getattr(spec, "layer_specs", [spec]):
         parts = layer.submodules
-        attention, mlp = parts.self_attention.submodules, getattr(parts.mlp, "submodules", None)
+        # The modules of an MLP are arguments of a function since Megatron 0.19.
+        attention, mlp = (
+            part.keywords["submodules"] if isinstance(part, partial) else getattr(part, "submodules", None)
+            for part in (parts.self_attention, parts.mlp)
+        )
         for owner, name, norm in (
             (attention, "linear_qkv", "input_layernorm"),
             (mlp, "linear_fc1", "pre_mlp_layernorm"),

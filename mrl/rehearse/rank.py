@@ -69,7 +69,14 @@ def rehearse_rank(request: Request) -> RankReport:
         layout = config.model_roles()[role].parallel
         messages = StageMessages(layout.tp if layout.sequence_parallel else 1)
         routing = _routing(mesh.coordinates(rank).ep, layout.ep, subject.specs[role], request.routing)
-        by_hand = [*gpu_kernels(), *answers(messages, routing), *without_engines(), *_without_files_or_peers()]
+        trained = config.trained_roles().get(role)
+        adapted = trained is not None and trained.lora is not None
+        by_hand = [
+            *gpu_kernels(adapted=adapted),
+            *answers(messages, routing),
+            *without_engines(),
+            *_without_files_or_peers(),
+        ]
         stack.enter_context(replaced(by_hand))
         place = RankInfo(role, rank, 0, mesh, cast(Any, None))
         with timeline.phase(f"build {role}"):

@@ -55,14 +55,15 @@ def replaced(attributes: Replaced) -> Iterator[None]:
             delattr(owner, name) if original is _MISSING else setattr(owner, name, original)
 
 
-def gpu_kernels() -> Replaced:
-    """Return kernels of GPUs instead of the CPU's own code."""
+def gpu_kernels(*, adapted: bool = False) -> Replaced:
+    """Return kernels of GPUs instead of the CPU's own code. Layers with adapters have separate norms."""
+    fused = (layer_spec, "_local_layer", kernels.layer_of(layer_spec._local_layer))
     return [
         # The vocabulary head has smaller tiles on a CPU, and multiplies in float32 there.
         (vocab_head, "TILE_BYTES", vocab_head.TILE_BYTES | {"cpu": vocab_head.TILE_BYTES["cuda"]}),
         (vocab_head, "_operand_dtype", _operand_dtype),
         # Kernels of Transformer Engine and Apex, which need CUDA, and what torch's compiler fuses.
-        (layer_spec, "_local_layer", kernels.layer_of(layer_spec._local_layer)),
+        *([] if adapted else [fused]),
         (layer_spec.PackedAttention, "forward", kernels.attention),
         (layer_spec.RmsNorm, "forward", kernels.norm),
         (rope_utils, "fused_apply_rotary_pos_emb_thd", kernels.rotate),

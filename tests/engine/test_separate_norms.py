@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,10 @@ def test_fused_layers_become_a_norm_and_a_linear_layer() -> None:
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
     dense, experts = layer(TELayerNormColumnParallelLinear), layer("grouped")
-    separate_norms(SimpleNamespace(layer_specs=[dense, experts]))
+    newer = layer(TELayerNormColumnParallelLinear)
+    newer.submodules.mlp = partial(print, submodules=newer.submodules.mlp.submodules)
+    separate_norms(SimpleNamespace(layer_specs=[dense, experts, newer]))
+    assert newer.submodules.mlp.keywords["submodules"].linear_fc1 is TEColumnParallelLinear
     for each in (dense, experts):
         assert each.submodules.self_attention.submodules.linear_qkv is TEColumnParallelLinear
         assert each.submodules.input_layernorm is TENorm
