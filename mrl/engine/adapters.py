@@ -95,7 +95,7 @@ class Adapters:
         lows = low.split(self.lora.rank, -1)
         factors = module.lora_b.split(list(pair.num_rows))
         if rows is None and not torch.is_grad_enabled():
-            for target, part, factor in zip(value.split(list(pair.num_rows), -1), lows, factors, strict=True):
+            for target, part, factor in zip(torch.split(value, list(pair.num_rows), -1), lows, factors, strict=True):
                 target += linear(part, factor)
             return value, bias
         added = torch.cat([linear(part, factor) for part, factor in zip(lows, factors, strict=True)], -1)

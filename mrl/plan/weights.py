@@ -152,8 +152,10 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
         chunks = [[size for chunk, size in _adapters(spec, model, stage) if chunk == n] for n in range(layout.vpp)]
         multiple = math.lcm(dense_owners, _bucket_multiple(model))
         limits = [_bucket_limit(model, dense_owners) if stage == number == 0 else None for number in range(layout.vpp)]
-        padded = [sum(_padded_buckets(own, limit, multiple)) for own, limit in zip(chunks, limits, strict=True)]
-        return [Buffer(sum(own), size, dense_owners) for own, size in zip(chunks, padded, strict=True)]
+        return [
+            Buffer(sum(own), sum(_padded_buckets(own, limit, multiple)), dense_owners)
+            for own, limit in zip(chunks, limits, strict=True)
+        ]
     separate_experts = mesh.ep > 1 or mesh.etp != mesh.tp
     is_wide = ITEM_BYTES[model.dtype] == 4
     made = []
