@@ -319,7 +319,7 @@ def models() -> str:
         names = defaultdict(list)
         for name, its_family in known_models().items():
             names[its_family].append(name)
-        for family in (FAMILIES[its_family] for its_family in names):  # not those that tests add to `FAMILIES`
+        for family in (FAMILIES[its_family] for its_family in names):  # tests add families to `FAMILIES`
             known = names[family.model_type]
             configs = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if "laptop" not in file.name]
             paths = {file: load_any_config(str(file.relative_to(ROOT))).config.model.path for file in configs}
