@@ -10,6 +10,7 @@ so the tables keep the order of the rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from mrl.models.parameters import Parameter, RowRange, columns_of, rows_of, whole_tensor
 from mrl.models.regions import Shape
@@ -73,3 +74,13 @@ def engine_parameters(spec: ModelSpec, mla: MlaSpec, hf: str) -> Iterator[Parame
     yield whole_tensor(*named("kv_a_layernorm"), mla.kv_rank)
     yield rows_of(*named("kv_b_proj"), kv_rows, mla.kv_rank)
     yield columns_of(*named("o_proj"), spec.hidden, spec.num_heads * mla.v_dim)
+
+
+def set_latent_epsilon(model: Any) -> None:
+    """Give the norms of the latents in a model of transformers the epsilon of its file, as Megatron and vLLM do.
+
+    transformers takes 1e-6 there, whatever the file says.
+    """
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from mrl.errors import RolloutError
+from mrl.models.mla import set_latent_epsilon
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.weight_sync.digest import Digests
@@ -39,6 +40,7 @@ class TransformersEngine(RolloutEngine):
         self.full_tensor_reason = "a transformers model has no fused tensors"
         dtype = getattr(torch, settings.dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
+        set_latent_epsilon(self.model)
         self._tokenizer: Any = None
         if settings.reads_text:
             self._tokenizer = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
@@ -114,6 +116,7 @@ class TransformersEngine(RolloutEngine):
         for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[key]:
                 raise RolloutError(f"{key.replace('_', ' ')} among the tensors: {sorted(report[key])[:5]}")
+        set_latent_epsilon(model)
         self.model = model.to(self.settings.device)
         return digests.read()
 

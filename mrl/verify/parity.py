@@ -32,6 +32,7 @@ from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.scores import LossFunction, LossInput, LossOutput, ScoreRequest
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
+from mrl.models.mla import set_latent_epsilon
 from mrl.models.regions import Region, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -296,6 +297,7 @@ def transformers_scores(path: str | Path, case: ParityCase) -> Floats:
     rows = make_rows(read_spec(path), case)
     kind = AutoModelForCausalLM if case.head == "lm" else AutoModelForSequenceClassification
     model = kind.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    set_latent_epsilon(model)
     parts = []
     with torch.no_grad():
         sequences = torch.split(rows.tokens, rows.lengths.tolist())

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mrl.errors import ModelError
 from mrl.models.hf_reader import HfReader
+from mrl.models.mla import set_latent_epsilon
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM, SCORE, Head
 
 _ROWS_AT_ONCE = 8192
@@ -122,6 +123,7 @@ def _layer(reader: HfReader, config: Any, layer: int) -> Any:
             listed = ", ".join(sorted(map(str, report[key]))[:5])
             problem = f"transformers reports {key.replace('_', ' ')} in layer {layer}: {listed}"
             raise ModelError(problem, where=str(reader.path), fix="check that config.json belongs to these weights")
+    set_latent_epsilon(model)
     if layer < config.num_hidden_layers - 1:
         model.norm = torch.nn.Identity()
     return model.eval()
@@ -137,6 +139,8 @@ def _of_one_layer(config: Any, layer: int, is_dense: bool) -> Any:
         one.mlp_only_layers, one.decoder_sparse_step = [0] if is_dense else [], 1
     if hasattr(one, "first_k_dense_replace"):
         one.first_k_dense_replace = int(is_dense)
+    if hasattr(one, "mlp_layer_types"):
+        one.mlp_layer_types = ["dense" if is_dense else "sparse"]
     return one
 
 

@@ -227,7 +227,7 @@ def test_a_replica_of_several_processes_dies_as_a_whole(vllm_fleet: Fleet, alone
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("vllm_fleet", "family"),
-    [((family, 1, 2), family) for family in ("qwen3_moe", "glm4_moe")],
+    [((family, 1, 2), family) for family in ("qwen3_moe", "glm4_moe", "deepseek_v3")],
     indirect=["vllm_fleet"],
 )
 def test_every_rank_of_an_engine_takes_its_own_shard(

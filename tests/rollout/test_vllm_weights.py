@@ -16,7 +16,8 @@ from tests.rollout.test_vllm_engine import assert_same
 from tests.rollout.trainer_side import InBackground, fused, send, update, whole
 
 MODELS = [("qwen3", True), ("qwen3_moe", False)]
-SLOW_MODELS = [("qwen3", False), ("llama", False), ("mixtral", False), ("qwen3_moe", True), ("glm4_moe", False)]
+SLOW_MODELS = [("qwen3", False), ("llama", False), ("mixtral", False), ("qwen3_moe", True)]
+SLOW_MODELS += [(family, False) for family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite")]
 SAMPLING = Sampling(temperature=0.9)
 Make = Callable[..., RolloutEngine]
 
