@@ -23,6 +23,8 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
     num_heads, num_groups = large.integer("num_attention_heads"), large.integer("num_key_value_heads")
     groups = min(num_groups, parallel.tp)
     heads = math.lcm(groups * min(2, num_heads // num_groups), parallel.tp)
+    if "kv_lora_rank" in large:
+        heads = 2 * parallel.tp  # each has keys and values
     stages = parallel.pp * parallel.vpp
     small = {
         **values,
