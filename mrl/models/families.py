@@ -201,6 +201,9 @@ def _read_latent(config: HfConfig, moe: MoeSpec) -> ModelSpec:
     """Read a model with multi-latent attention, with or without a latent of queries."""
     config.require("attention_bias", False, "Megatron's multi-latent attention has no bias")
     config.require("rope_interleave", True, "Megatron and vLLM rotate neighboring dimensions")
+    if "q_lora_rank" not in config and "q_lora_rank" not in config.nulls:
+        fix = "add its size to the file, or null if the model has no latent of queries"
+        raise config.error("q_lora_rank", "is missing: vLLM would take the size of DeepSeek-V3", fix)
     config = config.defaulting(num_key_value_heads=config.integer("num_attention_heads"))
     config.require("num_key_value_heads", config.integer("num_attention_heads"), "each head has its own keys")
     mla = MlaSpec(

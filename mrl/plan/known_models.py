@@ -202,7 +202,8 @@ def model_spec(model: str) -> ModelSpec:
 
 def model_values(model: str) -> Mapping[str, Any]:
     """Return the contents of a model's `config.json`; for a published model, the part that is known here."""
-    return _config_of(model).values
+    config = _config_of(model)
+    return {**config.values, **dict.fromkeys(config.nulls)}
 
 
 def _config_of(model: str) -> HfConfig:

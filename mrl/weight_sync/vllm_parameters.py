@@ -110,7 +110,7 @@ class ParameterWriter:
         if self._missing:
             listed = ", ".join(sorted(self._missing)[:5])
             raise RolloutError(f"{len(self._missing)} of the model's parameters were not sent: {listed}")
-        derive_latent_weights(self._model)
+        _check_latents(self._model)
         return self._digests.read()
 
 
@@ -134,7 +134,7 @@ def load_full_tensors(model: Module, model_config: Any, tensors: Iterable[tuple[
         finalize_layerwise_reload(model, model_config)  # also after a failure, so that the next version can be loaded
     if incomplete:
         raise RolloutError(f"{len(incomplete)} of the model's modules are incomplete: {', '.join(incomplete[:5])}")
-    derive_latent_weights(model)
+    _check_latents(model)
     for owner in owners.values():
         for module in owner.sharers if current_platform.is_cpu() else ():
             module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
@@ -155,7 +155,7 @@ def _owners(model: Module) -> dict[str, ModuleParameters]:
     first: dict[Parameter, ModuleParameters] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, MLAAttention):
-            continue  # its parameters are derived from those of another module
+            continue  # its parameters are views of another module's
         parameters = dict(module.named_parameters(recurse=False))
         own = {name: parameter for name, parameter in parameters.items() if parameter not in first}
         if own:
@@ -170,14 +170,15 @@ def _owners(model: Module) -> dict[str, ModuleParameters]:
 
 
 @torch.no_grad()
-def derive_latent_weights(model: Module) -> None:
-    """Renew the parts of `kv_b_proj` that multi-latent attention uses while it decodes, and compare them with it."""
+def _check_latents(model: Module) -> None:
+    """Raise an error if multi-latent attention decodes with other weights than those of `kv_b_proj`.
+
+    vLLM keeps two views of that weight. With a kernel that keeps copies, nobody would renew them.
+    """
     for prefix, module in model.named_modules():
         if not isinstance(module, MLAAttention):
             continue
-        weight = module.kv_b_proj.weight
-        module.process_weights_after_loading(weight.dtype)
-        by_head = weight.view(module.num_heads, -1, module.kv_lora_rank)
+        by_head = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank)
         keys, values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
         if not (torch.equal(module.W_UK_T, keys) and torch.equal(module.W_UV, values.transpose(1, 2))):
             raise RolloutError("attention decodes with weights that differ from those of kv_b_proj", where=prefix)

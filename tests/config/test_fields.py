@@ -11,16 +11,15 @@ from mrl.config.libraries import installed
 from mrl.config.libraries.installed import Target
 
 TARGETS = {
-    "actor.megatron": installed.TRANSFORMER,
-    "actor.megatron, multi-latent attention": replace(installed.TRANSFORMER, class_name="MLATransformerConfig"),
+    # The class for multi-latent attention, which has the fields of TransformerConfig, too.
+    "actor.megatron": replace(installed.TRANSFORMER, class_name="MLATransformerConfig"),
     "actor.ddp": installed.DDP,
     "actor.optimizer": installed.OPTIMIZER,
     "rollout.vllm": installed.ENGINE,
     "judge.vllm": installed.SERVER,
 }
 FEWEST_FIELDS = {
-    "actor.megatron": 240,
-    "actor.megatron, multi-latent attention": 255,
+    "actor.megatron": 255,
     "actor.ddp": 27,
     "actor.optimizer": 50,
     "rollout.vllm": 250,

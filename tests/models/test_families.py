@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from mrl.errors import ModelError
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.megatron_arguments import gpt_model_arguments, transformer_arguments
-from mrl.models.spec import ModelSpec
+from mrl.models.spec import MlaSpec, ModelSpec
 from mrl.models.table import hf_tensors
 from tests.models import published
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import TINY_FAMILIES
 
+MLA = MlaSpec(1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
 YARN = published.DEEPSEEK_V3["rope_scaling"]
 
 
@@ -186,6 +188,13 @@ def test_an_engine_caches_the_latents_of_a_token_whole_on_each_rank() -> None:
     spec = spec_from(published.DEEPSEEK_V3)
     assert {tp: spec.cached_elements(tp) for tp in (1, 8)} == dict.fromkeys((1, 8), 61 * 576)
     assert spec_from(published.LLAMA_31_70B).cached_elements(8) == 80 * 2 * 128
+
+
+def test_a_file_says_whether_queries_have_a_latent() -> None:
+    assert spec_from(published.MOONLIGHT).mla == replace(MLA, q_rank=None)
+    without = {name: value for name, value in published.DEEPSEEK_V3.items() if name != "q_lora_rank"}
+    with pytest.raises(ModelError, match="q_lora_rank: is missing: vLLM would take the size of DeepSeek-V3"):
+        spec_from(without)
 
 
 def test_layers_of_glm_flash_without_experts_are_listed_or_counted() -> None:
