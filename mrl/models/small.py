@@ -25,13 +25,12 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
     heads = math.lcm(groups * min(2, num_heads // num_groups), parallel.tp)
     if "kv_lora_rank" in large:
         heads = 2 * parallel.tp  # each has keys and values
-    stages = parallel.pp * parallel.vpp
     small = {
         **values,
         "vocab_size": _VOCAB,
         "hidden_size": heads * _HEAD,
         "intermediate_size": 24 * parallel.tp,
-        "num_hidden_layers": stages * max(1, 2 // stages),
+        "num_hidden_layers": _num_layers(parallel),
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "max_position_embeddings": _POSITIONS,
@@ -62,6 +61,13 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
     if "num_local_experts" in values:
         small["intermediate_size"] = 24 * math.lcm(parallel.tp, parallel.etp)
     return small
+
+
+def _num_layers(parallel: ParallelConfig) -> int:
+    """Return two layers or one per chunk, and the given numbers in the first and the last stage."""
+    ends = [size for size in (parallel.first_stage_layers, parallel.last_stage_layers) if size]
+    chunks = (parallel.pp - len(ends)) * parallel.vpp
+    return sum(ends) + chunks * (1 if ends else max(1, 2 // chunks))
 
 
 def _latent(values: Mapping[str, Any], heads: int) -> dict[str, Any]:
