@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mrl.cli.arguments import add_config, aligned, load_one, split_arguments
 from mrl.config.schema import Config
-from mrl.errors import ConfigError, Problem, did_you_mean
+from mrl.errors import ConfigError, Problem, counted, did_you_mean
 from mrl.plan.assumptions import GIB
 from mrl.plan.memory import gib, plan_memory
 from mrl.plan.plan_input import Planned, make_plan_input
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     has_engine = ENGINE_ROLE in roles and (
         arguments.role == ENGINE_ROLE or not (arguments.ranks or arguments.phase or arguments.lengths)
     )
-    counts = f"{len(kinds)} kinds of ranks" + " and an engine" * has_engine
+    counts = f"{counted(len(kinds), 'kind')} of ranks" + " and an engine" * has_engine
     show(f"{resolved.path}: {counts}, at full size on this machine's CPU")
     fits, listed = True, []
     budgets: dict[str, int] = {}

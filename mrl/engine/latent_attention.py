@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -33,15 +34,16 @@ class ReplicatedLinear(Module):
         return torch.nn.functional.linear(x, self.weight), None
 
 
-def replicate_projections(attention: Any, norm: type[Module]) -> None:
+def replicate_projections(attention: Any, config: TransformerConfig, norm: type[Module]) -> None:
     """Give the local spec of an attention the replicated projections, and this norm after them.
 
     Megatron takes only a class that it knows as Transformer Engine's for replicated, and Transformer Engine is not
-    installed.
+    installed. Megatron 0.19 refuses a norm of queries that have no latent.
     """
     multi_latent_attention.TELinear = ReplicatedLinear
     attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-    attention.q_layernorm = attention.kv_layernorm = norm
+    attention.kv_layernorm = norm
+    attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm
 
 
 def set_frequencies(decoder: TransformerBlock, frequencies: Tensor) -> None:

@@ -96,7 +96,7 @@ def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
-        replicate_projections(attention, RmsNorm)
+        replicate_projections(attention, config, RmsNorm)
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return layer

@@ -41,8 +41,10 @@ Floats = npt.NDArray[np.float64]
 HORIZON_TOKENS = 32
 TEMPERATURE = 0.9
 _LATER_BUDGETS = (40, 1000)
-OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01}
-"""Defaults under a case's own settings. Steps are large, so that a wrong one is visible."""
+OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01, "adam_eps": 1e-6}
+"""Defaults under a case's own settings. Steps are large, so that a wrong one is visible. With the usual 1e-8, Adam
+moves as far for a gradient that is only rounding as for any other, such as that of a key's bias where nothing rotates
+it."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def test_the_fullest_micro_batch_of_all_steps_is_found(tmp_path: Path) -> None:
     most = fullest(tmp_path, num_ranks=2, max_tokens=64, rules=RULES)
     assert most.file == "step-000002.parquet"
     assert most.rows == [RowLengths(1, 62)]
-    assert str(most) == "1 rows with 63 tokens, the fullest micro-batch of step-000002.parquet"
+    assert str(most) == "1 row with 63 tokens, the fullest micro-batch of step-000002.parquet"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def assert_equal(one: ParityResult, other: ParityResult) -> None:
     difference = Difference.between(one, other)
     assert difference.scores < 2e-5, difference
     assert max(difference.loss, difference.grad_norm) < 1e-5, difference
-    assert difference.parameters < 1e-4, difference
+    assert difference.parameters < 1e-5, difference
 
 
 @pytest.mark.parametrize("family", LAYOUTS)
