@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -34,16 +34,26 @@ class ReplicatedLinear(Module):
         return torch.nn.functional.linear(x, self.weight), None
 
 
-def replicate_projections(attention: Any, config: TransformerConfig, norm: type[Module]) -> None:
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # Megatron's class has no type information here
+    """Has the modules that its spec names.
+
+    Megatron 0.19 would change them: queries without a latent would get a second norm of the hidden states.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def replicate_projections(attention: Any, norm: type[Module]) -> None:
     """Give the local spec of an attention the replicated projections, and this norm after them.
 
     Megatron takes only a class that it knows as Transformer Engine's for replicated, and Transformer Engine is not
-    installed. Megatron 0.19 refuses a norm of queries that have no latent.
+    installed.
     """
     multi_latent_attention.TELinear = ReplicatedLinear
     attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
-    attention.kv_layernorm = norm
-    attention.q_layernorm = IdentityOp if config.q_lora_rank is None else norm
+    attention.q_layernorm = attention.kv_layernorm = norm
 
 
 def set_frequencies(decoder: TransformerBlock, frequencies: Tensor) -> None:

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from mrl.engine.latent_attention import replicate_projections
+from mrl.engine.latent_attention import LatentAttention, replicate_projections
 from mrl.engine.packed_rows import PackedParams
 from mrl.engine.segments import Lengths, Segments
 from mrl.errors import EngineError
@@ -63,12 +63,17 @@ class RmsNorm(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules | ModuleSpec:
-    if has_transformer_engine():
-        if config.num_moe_experts is None:
-            return get_gpt_layer_with_transformer_engine_spec(
-                qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
-            )
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+    if not has_transformer_engine():
+        return _local_block(config, chunk)
+    if config.num_moe_experts is None:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+    for layer in block.layer_specs if config.multi_latent_attention else ():
+        layer.submodules.self_attention.module = LatentAttention
+    return block
+
+
+def _local_block(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
     numbers = range(offset, offset + get_num_layers_to_build(config, vp_stage=chunk))
     layers = {routed: _local_layer(config, routed) for routed in {_has_experts(config, number) for number in numbers}}
@@ -96,7 +101,8 @@ def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
-        replicate_projections(attention, config, RmsNorm)
+        parts.self_attention.module = LatentAttention
+        replicate_projections(attention, RmsNorm)
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return layer
