@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mrl.errors import ModelError, did_you_mean
 from mrl.models.decoder import ExpertNames, Family, read_decoder
+from mrl.models.fp8_blocks import read_block
 from mrl.models.hf_config import HfConfig
 from mrl.models.spec import MlaSpec, ModelSpec, MoeSpec
 
@@ -255,8 +256,7 @@ def spec_of(config: HfConfig) -> ModelSpec:
     listed = config.defaulting(architectures=[]).items("architectures", str)
     if not known.issuperset(listed):
         raise config.error("architectures", f"{', '.join(listed)}: only {' and '.join(sorted(known))} are supported")
-    if "quantization_config" in config:
-        raise config.error("quantization_config", "quantized weights cannot be trained", "use the full-precision model")
+    read_block(config)  # raises an error if the files are quantized in a way that cannot be read
     try:
         return family.read(config)
     except ModelError as error:

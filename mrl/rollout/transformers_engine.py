@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from mrl.errors import RolloutError
+from mrl.models.fp8_blocks import read_block
+from mrl.models.hf_config import HfConfig
 from mrl.models.mla import set_latent_epsilon
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -38,6 +40,9 @@ class TransformersEngine(RolloutEngine):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         self.full_tensor_reason = "a transformers model has no fused tensors"
+        if read_block(HfConfig.read(settings.model)):
+            fix = "rollout.engine=vllm, or use the full-precision model"
+            raise RolloutError("this engine does not load models in FP8", where=str(settings.model), fix=fix)
         dtype = getattr(torch, settings.dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
         set_latent_epsilon(self.model)

@@ -240,7 +240,6 @@ def test_windows_of_qwen_are_taken_for_all_layers_or_none() -> None:
         (published.LLAMA_2_7B, {"num_hidden_layers": "32"}, "num_hidden_layers: '32' is not a whole number"),
         (published.LLAMA_2_7B, {"num_key_value_heads": 5}, "32 attention heads are not a multiple of 5"),
         (published.LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
-        (published.LLAMA_2_7B, {"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
         (published.LLAMA_2_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, '"yarn" is not supported'),
         (published.LLAMA_2_7B, {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: is missing"),
         (published.LLAMA_2_7B, {"rope_parameters": {"full_attention": {}}}, "only one rotary embedding for all layers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 from mrl.errors import RolloutError
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import Sampling
+from tests.models.quantized import quantize
 from tests.rollout.conftest import Small, requests
 from tests.rollout.test_vllm_engine import assert_same
 from tests.rollout.trainer_side import InBackground, fused, send, update, whole
@@ -176,3 +178,14 @@ def test_old_copies_of_a_weight_of_latents_end_the_update(make_engine: Make, sma
         engine.receive_weights(1)
     with pytest.raises(RolloutError, match="decodes with weights that differ"):
         sending.result()
+
+
+@pytest.mark.slow
+def test_an_engine_of_a_model_in_fp8_computes_with_the_unquantized_weights_it_is_sent(
+    make_engine: Make, small: Small, tmp_path: Path
+) -> None:
+    quantized = quantize(Path(shutil.copytree(small("qwen3"), tmp_path / "fp8")))
+    engine = make_engine("vllm", quantized)
+    assert not engine.full_tensor_reason
+    oracle = make_engine("transformers", small("qwen3"))
+    assert_follows(engine, oracle, [quantized])
