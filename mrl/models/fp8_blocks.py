@@ -18,7 +18,7 @@ Block = tuple[int, int]
 """Rows and columns of a block."""
 FILE_TYPE = "F8_E4M3"
 SCALES = "_scale_inv"
-"""What the name of a weight's scales ends with."""
+"""End of the name of a weight's scales."""
 _FIX = "use the full-precision model"
 
 

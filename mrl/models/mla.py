@@ -79,7 +79,7 @@ def engine_parameters(spec: ModelSpec, mla: MlaSpec, hf: str) -> Iterator[Parame
 def set_latent_epsilon(model: Any) -> None:
     """Give the norms of the latents in a model of transformers the epsilon of its file, as Megatron and vLLM do.
 
-    transformers takes 1e-6 there, whatever the file says.
+    transformers takes 1e-6 there for every file.
     """
     for name, module in model.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):

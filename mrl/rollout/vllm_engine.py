@@ -218,7 +218,7 @@ def _model_arguments(settings: EngineSettings) -> dict[str, Any]:
     # Log-probs of logits rounded to bfloat16 are off by 0.01; the trainer's head is float32, too.
     overrides: dict[str, Any] = {"head_dtype": "float32", **FAMILIES[spec.family].engine_overrides}
     if not settings.loads_files and read_block(HfConfig.read(settings.model)):
-        overrides["quantization_config"] = None  # the trainer sends unquantized weights, whatever the files hold
+        overrides["quantization_config"] = None  # the trainer sends unquantized weights
     own: dict[str, Any] = {}
     if spec.mla and settings.device == "cpu":
         # The kernel for machines with AMX takes only bfloat16, and the one for rotary embeddings no separate heads.

@@ -173,7 +173,7 @@ def _owners(model: Module) -> dict[str, ModuleParameters]:
 def _check_latents(model: Module) -> None:
     """Raise an error if multi-latent attention decodes with other weights than those of `kv_b_proj`.
 
-    vLLM keeps two views of that weight. With a kernel that keeps copies, nobody would renew them.
+    vLLM keeps two views of that weight. A kernel that keeps copies would use old ones.
     """
     for prefix, module in model.named_modules():
         if not isinstance(module, MLAAttention):
