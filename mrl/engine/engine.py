@@ -17,6 +17,7 @@ from torch import Tensor
 from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.engine import weights
+from mrl.engine.expert_load import ExpertLoad
 from mrl.engine.model import ModelRequest, TokenModel, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory
 from mrl.engine.optimizer import Optimizer, StepOutcome
@@ -58,6 +59,9 @@ class MegatronEngine:
         self.config = transformer_config(model, groups)
         self.models = build_chunks(model, self.config, groups)
         self.optimizer: Optimizer | None = None
+        spec = request.spec
+        moe = spec.moe
+        self.expert_load = ExpertLoad(self.models, spec.num_layers, moe.num_experts, groups.device) if moe else None
 
     @property
     def packing(self) -> PackingRules:
