@@ -59,9 +59,7 @@ class MegatronEngine:
         self.config = transformer_config(model, groups)
         self.models = build_chunks(model, self.config, groups)
         self.optimizer: Optimizer | None = None
-        spec = request.spec
-        moe = spec.moe
-        self.expert_load = ExpertLoad(self.models, spec.num_layers, moe.num_experts, groups.device) if moe else None
+        self.expert_load = ExpertLoad(self.models, request.spec, groups) if request.spec.moe else None
 
     @property
     def packing(self) -> PackingRules:
