@@ -17,6 +17,7 @@ from benchmarks.gpu_sharing import take_turns
 from benchmarks.gpu_training import HAS_FUSED, SECONDS, TRAINED, Trainer, make_model
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import read_spec
+from mrl.models.megatron_arguments import fused_kernels
 from mrl.plan.activations import head_bytes, stage_activations
 from mrl.plan.assumptions import ASSUMPTIONS
 
@@ -136,7 +137,7 @@ def planned_bytes(model: str, megatron: dict[str, Any], num_tokens: int) -> int:
     from mrl.config.schema import TrainedModelConfig
 
     spec = read_spec(model)
-    fused = spec.fused_kernels() if HAS_FUSED else {}
+    fused = fused_kernels(spec) if HAS_FUSED else {}
     settings = TrainedModelConfig(max_tokens_per_device=num_tokens, megatron=fused | megatron)
     taken = stage_activations(spec, settings, 0, 1, "gpu" if HAS_FUSED else "cpu")  # "cpu": separate norms
     share = 1 + ASSUMPTIONS.allocator_share

@@ -15,6 +15,7 @@ from mrl.config.hardware import device_flops_per_s
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.libraries import transformer_engine_extension
 from mrl.models.families import read_spec
+from mrl.models.megatron_arguments import fused_kernels
 from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.verify.layout import BUDGETS, make_random
@@ -156,7 +157,7 @@ def profiled(trainer: Trainer) -> dict[str, Any]:
 
 def variants(bench: GpuBenchmark, model: Path) -> dict[str, dict[str, bool]]:
     """Return the sets of kernels available here."""
-    plain = dict.fromkeys(read_spec(model).fused_kernels(), False)
+    plain = dict.fromkeys(fused_kernels(read_spec(model)), False)
     sets = {"plain": plain, "swiglu": plain | {"bias_activation_fusion": True}}
     if HAS_FUSED:
         return sets | {"fused": {}}

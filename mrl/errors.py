@@ -64,8 +64,8 @@ class ConfigError(MrlError):
     exit_code = 2
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''} in the configuration"
-        super().__init__("\n".join([f"{count}:", *(f"  - {problem}" for problem in problems)]))
+        count = counted(len(problems), "problem")
+        super().__init__("\n".join([f"{count} in the configuration:", *(f"  - {problem}" for problem in problems)]))
         self.problems = tuple(problems)
 
 
@@ -174,6 +174,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if similar:
         return f'did you mean "{similar[0]}"?'
     return f"known: {', '.join(known)}" if known else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def problem_list(problems: list[str]) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 from mrl import files
 from mrl.dtypes import ITEM_BYTES, SAFETENSORS_NAMES, dtype_name, torch_dtype
-from mrl.errors import ConfigError, MrlError, NameUnknown, Problem, WorkerDied, did_you_mean
+from mrl.errors import ConfigError, MrlError, NameUnknown, Problem, WorkerDied, counted, did_you_mean
 from mrl.events import Event, EventLog, EventsLost, PhaseBegin, SampleSkipped, Saved, Warned, WorkerFault, read_events
 from mrl.registry import Registry, load_attribute
 from mrl.rounding import round_up
@@ -26,6 +26,10 @@ from mrl.rounding import round_up
 def test_an_error_says_where_what_and_fix() -> None:
     assert str(MrlError("5 is not 6", where="a.yaml:3", fix="write 6")) == "a.yaml:3: 5 is not 6\n  fix: write 6"
     assert str(MrlError("5 is not 6")) == "5 is not 6"
+
+
+def test_a_noun_follows_its_number() -> None:
+    assert [counted(number, "row") for number in (0, 1, 2, 1024)] == ["0 rows", "1 row", "2 rows", "1,024 rows"]
 
 
 def test_errors_cross_processes_whole() -> None:

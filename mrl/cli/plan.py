@@ -14,7 +14,7 @@ from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.resolved.load import Resolved
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, SftConfig
-from mrl.errors import ConfigError, Problem
+from mrl.errors import ConfigError, Problem, counted
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.asynchrony import faster_split, plan_asynchrony
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
@@ -145,9 +145,10 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
     engines = num_engines(config)
     share = -(-samples_per_step(config.batch) // engines)
     held = f"the cache of each holds {engine.cache_tokens:,} tokens"
-    yield f"Rollout: {engines} engine{'s' if engines > 1 else ''} with tp {config.rollout.tp}; {held},"
-    yield f"  {engine.full_samples:,} samples of full length at a time, out of {share:,} per step."
-    yield f"  An engine runs up to {engine.max_sequences:,} samples and {engine.max_tokens:,} tokens at a time."
+    yield f"Rollout: {counted(engines, 'engine')} with tp {config.rollout.tp}; {held},"
+    yield f"  {counted(engine.full_samples, 'sample')} of full length at a time, out of {share:,} per step."
+    limits = f"{counted(engine.max_sequences, 'sample')} and {engine.max_tokens:,} tokens"
+    yield f"  An engine runs up to {limits} at a time."
     yield from _turns(config)
     yield f"Host: {gib(plan.host_bytes_per_node)} on each machine: memory moved off devices, and a checkpoint copy."
 
@@ -225,7 +226,7 @@ def _verdict(subject: PlanInput, plan: MemoryPlan) -> Iterator[str]:
     for changes, changed in advice:
         yield f"  {subject.overrides(changes)}"
         taken = gib(changed.fullest.num_bytes)
-        yield f"    peak {taken}, and {changed.engine.full_samples} full samples in a cache"
+        yield f"    peak {taken}, and {counted(changed.engine.full_samples, 'full sample')} in a cache"
 
 
 def _rehearse(config: list[str], model: str | None) -> int:

@@ -7,12 +7,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.cli.arguments import add_config, aligned, load_one, split_arguments
 from mrl.config.schema import Config
-from mrl.errors import ConfigError, Problem, did_you_mean
+from mrl.errors import ConfigError, Problem, counted, did_you_mean
+from mrl.observe.metrics import read_metrics
 from mrl.plan.assumptions import GIB
 from mrl.plan.memory import gib, plan_memory
 from mrl.plan.plan_input import Planned, make_plan_input
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "mrl rehearse configs/ppo-llama3.1-70b-8n8g.yaml --role actor"
 _DOES_NOT_FIT = 2
+_BUSIEST_RANK = "actor/experts/busiest_rank"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--routing",
-        type=float,
-        metavar="FACTOR",
-        help="tokens of a rank's experts, relative to the mean; default: that of the plan",
+        metavar="FACTOR | RUN",
+        help="tokens of a rank's experts, relative to the mean, or the largest of this run; default: that of the plan",
     )
     parser.add_argument("--headroom", action="store_true", help="also find the largest max_tokens_per_device that fits")
     parser.add_argument(
@@ -79,12 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
     kinds = [kind for role in trained for kind in rank_kinds(subject.config, role, subject.specs[role])]
     if arguments.ranks:
         kinds = [kind for kind in kinds if set(arguments.ranks) & set(kind.ranks)]
-    request = Request(path, overrides, "", 0, arguments.model, arguments.lengths, arguments.routing, arguments.headroom)
+    routing = recorded_routing(arguments.routing)
+    request = Request(path, overrides, "", 0, arguments.model, arguments.lengths, routing, arguments.headroom)
     show = _silent if arguments.json == "-" else _show
     has_engine = ENGINE_ROLE in roles and (
         arguments.role == ENGINE_ROLE or not (arguments.ranks or arguments.phase or arguments.lengths)
     )
-    counts = f"{len(kinds)} kinds of ranks" + " and an engine" * has_engine
+    counts = f"{counted(len(kinds), 'kind')} of ranks" + " and an engine" * has_engine
     show(f"{resolved.path}: {counts}, at full size on this machine's CPU")
     fits, listed = True, []
     budgets: dict[str, int] = {}
@@ -113,6 +116,23 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.role or arguments.ranks or arguments.model):
         remember(resolved.config)
     return 0 if fits else _DOES_NOT_FIT
+
+
+def recorded_routing(text: str | None) -> float | None:
+    """Return the factor that is given, or the largest of the run's updates."""
+    if text is None:
+        return None
+    with suppress(ValueError):
+        return float(text)
+    lines = read_metrics(Path(text) / "metrics.jsonl")
+    if factors := [float(line[_BUSIEST_RANK]) for line in lines if line.get(_BUSIEST_RANK)]:
+        return max(factors)
+    what = f"no step of the run recorded {_BUSIEST_RANK}: its actor has no experts, or it did no update"
+    raise ConfigError(
+        [
+            Problem("command line", "--routing", what, "give a number"),
+        ]
+    )
 
 
 def _show(text: str) -> None:

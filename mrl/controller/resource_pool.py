@@ -19,7 +19,7 @@ from mrl.controller.network import LOOPBACK
 from mrl.controller.node_watch import NodeWatch
 from mrl.controller.nodes import LINK_FIX, LinkedNode, broken_links, start_agent
 from mrl.controller.processes import NodeView
-from mrl.errors import PlacementError, TooFewDevices, did_you_mean
+from mrl.errors import PlacementError, TooFewDevices, counted, did_you_mean
 from mrl.events import EventLog, NetworkChosen, PoolReady, Warned
 
 _MAX_POLL_S = 0.2
@@ -92,7 +92,7 @@ class RayResourcePool:
         """Return a description of the pool for messages."""
         nodes = len(self._bundles_per_node)
         kind = "CPU slots" if self.kind == "cpu" else "GPUs"
-        return f'pool "{self.name}": {self.num_devices} {kind} on {nodes} node{"s" if nodes > 1 else ""}'
+        return f'pool "{self.name}": {self.num_devices} {kind} on {counted(nodes, "node")}'
 
 
 class ResourcePoolManager:

@@ -20,6 +20,7 @@ from mrl.data.packing import PackingRules, RowCost
 from mrl.engine import weights
 from mrl.engine.adapters import Adapters
 from mrl.engine.base_digest import digest_of_sums, is_first_copy, tensor_sums
+from mrl.engine.expert_load import ExpertLoad
 from mrl.engine.model import ModelRequest, TokenModel, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory
 from mrl.engine.optimizer import Optimizer, StepOutcome
@@ -75,6 +76,7 @@ class MegatronEngine:
             self.adapters = Adapters(self.models, request.spec, request.lora, groups)
         self.optimizer: Optimizer | None = None
         self._base_digest = ""
+        self.expert_load = ExpertLoad(self.models, request.spec, groups) if request.spec.moe else None
 
     @property
     def packing(self) -> PackingRules:

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from mrl.engine.latent_attention import LatentAttention, replicate_projections
 from mrl.engine.packed_rows import PackedParams
 from mrl.engine.segments import Lengths, Segments
 from mrl.errors import EngineError
@@ -62,10 +63,17 @@ class RmsNorm(torch.nn.Module):
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules | ModuleSpec:
-    if has_transformer_engine():
-        if config.num_moe_experts is None:
-            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+    if not has_transformer_engine():
+        return _local_block(config, chunk)
+    if config.num_moe_experts is None:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+    for layer in block.layer_specs if config.multi_latent_attention else ():
+        layer.submodules.self_attention.module = LatentAttention
+    return block
+
+
+def _local_block(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
     numbers = range(offset, offset + get_num_layers_to_build(config, vp_stage=chunk))
     layers = {routed: _local_layer(config, routed) for routed in {_has_experts(config, number) for number in numbers}}
@@ -86,12 +94,16 @@ def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
+        multi_latent_attention=config.multi_latent_attention,
     )
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
-    if config.qk_layernorm:
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        replicate_projections(attention, RmsNorm)
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm
     return layer
 
@@ -108,15 +120,18 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron's class
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedParams, **__: Any
     ) -> Tensor:
-        """Query [tokens, heads, dim], key and value [tokens, groups, dim] -> [tokens, heads * dim]."""
+        """Query and key [tokens, heads or groups, dim], value [tokens, groups, v_dim] -> [tokens, heads * v_dim]."""
         segments = packed_seq_params.segments
         if segments is None:
             raise EngineError("mrl's core attention supports packed rows only")
         if segments.key_order is not None:
             key = _GatherRows.apply(key, segments.key_order, self.context)  # type: ignore[no-untyped-call]
             value = _GatherRows.apply(value, segments.key_order, self.context)  # type: ignore[no-untyped-call]
-        attend = _varlen if query.is_cuda else _in_blocks
-        return attend((query, key, value), segments, self.scale, self.reach).reshape(query.shape[0], -1)
+        attend, width = _varlen if query.is_cuda else _in_blocks, value.shape[-1]
+        # Kernels that keep no [tokens, tokens] matrix need values as wide as keys.
+        value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
+        attended = attend((query, key, value), segments, self.scale, self.reach)
+        return attended[..., :width].reshape(query.shape[0], -1)
 
 
 class _GatherRows(torch.autograd.Function):

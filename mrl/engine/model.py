@@ -14,15 +14,17 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from mrl.dtypes import torch_dtype
+from mrl.engine.latent_attention import set_frequencies
 from mrl.engine.layer_spec import block_spec, has_transformer_engine
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.separate_norms import separate_norms
 from mrl.errors import EngineError
+from mrl.models.megatron_arguments import fused_kernels, gpt_model_arguments, transformer_arguments
 from mrl.models.parameters import padded_vocab
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -49,7 +51,7 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
     if has_transformer_engine() and parallel.cp > 1 and request.spec.sliding_window:
         feature = f"a sliding window of {request.spec.sliding_window} tokens with cp={parallel.cp}"
         raise EngineError(f"Transformer Engine's fused attention does not support {feature}", fix="set parallel.cp=1")
-    settings = request.spec.transformer_config() | {
+    settings = transformer_arguments(request.spec) | {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
@@ -76,14 +78,15 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
         # micro-batches or multiply it by the context parallel size, or average gradients over ranks.
         "calculate_per_token_loss": True,
     }
-    fused = request.spec.fused_kernels() if has_transformer_engine() else {"gradient_accumulation_fusion": False}
+    fused = fused_kernels(request.spec) if has_transformer_engine() else {"gradient_accumulation_fusion": False}
     for name, value in request.megatron.items():
         if name in settings and value != settings[name]:
             raise EngineError(
                 f"megatron.{name}={value} contradicts {settings[name]}, set by the model's config.json or by mrl",
                 fix="remove this key",
             )
-    return TransformerConfig(**settings | fused | request.megatron)
+    kind = MLATransformerConfig if request.spec.mla else TransformerConfig
+    return kind(**settings | fused | request.megatron)
 
 
 class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no type information here
@@ -92,7 +95,7 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
     def __init__(self, request: ModelRequest, config: TransformerConfig, groups: ParallelGroups, chunk: int) -> None:
         vpp, spec = groups.parallel.vpp, request.spec
         is_first, is_last = groups.is_first_stage and chunk == 0, groups.is_last_stage and chunk == vpp - 1
-        arguments = spec.gpt_model_arguments()
+        arguments = gpt_model_arguments(spec)
         if request.head == "score":
             arguments["share_embeddings_and_output_weights"] = False
         number = chunk if vpp > 1 else None
@@ -119,7 +122,11 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
                 layer.fuse_wgrad_accumulation = fused
             if hasattr(layer, "token_dispatcher"):
                 _forget_routing(layer.token_dispatcher)
-        self.rotary_pos_emb.inv_freq = spec.rope.inverse_frequencies().to(groups.device)
+        frequencies = spec.rope.inverse_frequencies().to(groups.device)
+        if spec.mla:
+            set_frequencies(self.decoder, frequencies)
+        else:
+            self.rotary_pos_emb.inv_freq = frequencies
         # Megatron makes a router's weights on the CPU and moves them in its first forward pass: too late for loading.
         self.to(groups.device)
         self.head, self.vocab = request.head, spec.vocab

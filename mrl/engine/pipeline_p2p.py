@@ -60,4 +60,5 @@ def pipeline_arguments(config: TransformerConfig, groups: ParallelGroups) -> dic
     collection.embd = parallel_state.get_embedding_group(check_initialized=False)
     collection.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     collection.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    collection.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return {"p2p_communicator": OrderedP2PCommunicator(groups.pp, config), "pg_collection": collection}

@@ -6,16 +6,19 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mrl.errors import ModelError
+from mrl.models import gqa, mla
 from mrl.models.hf_config import HfConfig
-from mrl.models.parameters import Parameter, RowRange
+from mrl.models.parameters import Parameter, RowRange, whole_tensor
 from mrl.models.regions import Shape
 from mrl.models.rope import read_rope
-from mrl.models.spec import ModelSpec, MoeSpec
+from mrl.models.spec import MlaSpec, ModelSpec, MoeSpec
+
+_MLP = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Family:
     read: Callable[[HfConfig], ModelSpec]
     names: ExpertNames = ExpertNames()
     float32_router: bool = False  # whether vLLM keeps a router's weights in float32
+    engine_overrides: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's `hf_overrides`
     has_score_head: bool = True  # whether transformers has a class with one output instead of a vocabulary
 
     def architecture(self, head: Literal["lm", "score"]) -> str:
@@ -56,7 +60,11 @@ class Family:
 
     def tensors(self, spec: ModelSpec, layer: int) -> dict[str, Shape]:
         """Return the Hugging Face tensors of a layer, by their full names."""
-        own = _attention_tensors(spec)
+        own: dict[str, Shape] = dict.fromkeys(
+            ("input_layernorm.weight", "post_attention_layernorm.weight"), (spec.hidden,)
+        )
+        attention = mla.hf_tensors(spec, spec.mla) if spec.mla else gqa.hf_tensors(spec)
+        own |= {f"self_attn.{name}": shape for name, shape in attention.items()}
         if spec.moe and spec.has_experts(layer):
             own |= _expert_tensors(spec.moe, spec.hidden, self.names)
         else:
@@ -68,35 +76,26 @@ class Family:
         """Yield Megatron's parameters of a layer without the experts, named below `decoder.layers.n.`."""
         prefix = f"model.layers.{layer}."
 
-        def whole(name: str, hf: str, rows: int, columns: int | None = None) -> Parameter:
-            return Parameter(name, ((RowRange(prefix + hf, 0, rows),),), columns)
-
-        yield whole("input_layernorm.weight", "input_layernorm.weight", spec.hidden)
-        yield Parameter("self_attention.linear_qkv.weight", (_qkv(spec, prefix, "weight"),), spec.hidden, "rows")
-        if spec.qkv_bias:
-            yield Parameter("self_attention.linear_qkv.bias", (_qkv(spec, prefix, "bias"),), None, "rows")
-        if spec.qk_norm:
-            yield whole("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", spec.head_dim)
-            yield whole("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", spec.head_dim)
-        o_proj = RowRange(f"{prefix}self_attn.o_proj.weight", 0, spec.hidden)
-        yield Parameter("self_attention.linear_proj.weight", ((o_proj,),), spec.num_heads * spec.head_dim, "columns")
-        yield whole("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", spec.hidden)
+        hf = f"{prefix}self_attn."
+        attention = mla.megatron_parameters(spec, spec.mla, hf) if spec.mla else gqa.megatron_parameters(spec, hf)
+        yield whole_tensor("input_layernorm.weight", f"{prefix}input_layernorm.weight", spec.hidden)
+        for parameter in attention:
+            yield replace(parameter, name=f"self_attention.{parameter.name}")
+        yield whole_tensor("pre_mlp_layernorm.weight", f"{prefix}post_attention_layernorm.weight", spec.hidden)
         if spec.moe and spec.has_experts(layer):
             yield from self._router_and_shared(spec, spec.moe, prefix)
         else:
-            hf = [f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-            yield from _mlp("mlp.", hf, spec.ffn, spec.hidden)
+            yield from _mlp("mlp.", [f"{prefix}mlp.{name}_proj.weight" for name in _MLP], spec.ffn, spec.hidden)
 
     def _router_and_shared(self, spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[Parameter]:
         """Yield the parts of an expert layer that all ranks of ep have."""
-        router = RowRange(prefix + self.names.router, 0, moe.num_experts)
-        yield Parameter("mlp.router.weight", ((router,),), spec.hidden)
+        yield whole_tensor("mlp.router.weight", prefix + self.names.router, moe.num_experts, spec.hidden)
         if moe.correction_bias:
             # In bfloat16, different biases would become equal, and tokens would go to other experts.
             bias = RowRange(prefix + self.names.bias, 0, moe.num_experts)
             yield Parameter("mlp.router.expert_bias", ((bias,),), dtype="float32", trained=False)
         if moe.shared_ffn:
-            shared = [prefix + self.names.shared.format(name) for name in ("gate", "up", "down")]
+            shared = [prefix + self.names.shared.format(name) for name in _MLP]
             yield from _mlp("mlp.shared_experts.", shared, moe.shared_ffn, spec.hidden)
 
     def expert(self, spec: ModelSpec, layer: int, expert: int) -> Iterator[Parameter]:
@@ -107,13 +106,20 @@ class Family:
         yield from _mlp("", hf, spec.moe.expert_ffn, spec.hidden)
 
 
-def read_decoder(config: HfConfig, *, partial_rotary: bool = False, **own: Any) -> ModelSpec:
+def read_decoder(
+    config: HfConfig, *, partial_rotary: bool = False, mla: MlaSpec | None = None, **own: Any
+) -> ModelSpec:
     """Return the spec of a Llama-like model, from the keys common to all families and the family's own."""
     hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-    config = config.defaulting(head_dim=hidden // num_heads, tie_word_embeddings=False)
+    config = config.defaulting(tie_word_embeddings=False)
     config.require("hidden_act", "silu")
     config.require("attention_dropout", 0.0, "mrl trains without dropout")
-    head_dim = config.integer("head_dim")
+    if mla:
+        head_dim = mla.nope_dim + mla.rope_dim
+        rope = read_rope(config, mla.rope_dim, yarn=True)
+    else:
+        head_dim = config.defaulting(head_dim=hidden // num_heads).integer("head_dim")
+        rope = read_rope(config, head_dim, partial=partial_rotary)
     return ModelSpec(
         num_layers=config.integer("num_hidden_layers"),
         hidden=hidden,
@@ -124,29 +130,12 @@ def read_decoder(config: HfConfig, *, partial_rotary: bool = False, **own: Any) 
         vocab=config.integer("vocab_size"),
         norm_eps=config.number("rms_norm_eps"),
         tied=config.flag("tie_word_embeddings"),
-        rope=read_rope(config, head_dim, partial=partial_rotary),
+        rope=rope,
         max_positions=config.integer("max_position_embeddings"),
         dtype=config.text("dtype", "torch_dtype") if "dtype" in config or "torch_dtype" in config else None,
+        mla=mla,
         **own,
     )
-
-
-def _attention_tensors(spec: ModelSpec) -> dict[str, Shape]:
-    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    tensors: dict[str, Shape] = {
-        "input_layernorm.weight": (spec.hidden,),
-        "self_attn.q_proj.weight": (q_rows, spec.hidden),
-        "self_attn.k_proj.weight": (kv_rows, spec.hidden),
-        "self_attn.v_proj.weight": (kv_rows, spec.hidden),
-        "self_attn.o_proj.weight": (spec.hidden, q_rows),
-        "post_attention_layernorm.weight": (spec.hidden,),
-    }
-    if spec.qkv_bias:
-        tensors["self_attn.q_proj.bias"] = (q_rows,)
-        tensors["self_attn.k_proj.bias"] = tensors["self_attn.v_proj.bias"] = (kv_rows,)
-    if spec.qk_norm:
-        tensors["self_attn.q_norm.weight"] = tensors["self_attn.k_norm.weight"] = (spec.head_dim,)
-    return tensors
 
 
 def _expert_tensors(moe: MoeSpec, hidden: int, names: ExpertNames) -> dict[str, Shape]:
@@ -161,20 +150,6 @@ def _expert_tensors(moe: MoeSpec, hidden: int, names: ExpertNames) -> dict[str, 
         tensors[names.gate.format(expert)] = tensors[names.up.format(expert)] = (moe.expert_ffn, hidden)
         tensors[names.down.format(expert)] = (hidden, moe.expert_ffn)
     return tensors
-
-
-def _qkv(spec: ModelSpec, prefix: str, kind: str) -> tuple[RowRange, ...]:
-    """Return rows in Megatron's order: for each query group its query heads, its key head, its value head.
-
-    The whole is split into equal runs of rows, even with fewer groups than ranks: then a rank's rows end inside a
-    group, and Megatron gathers the outputs of the group's ranks.
-    """
-    q, kv = spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim
-    return tuple(
-        RowRange(f"{prefix}self_attn.{name}_proj.{kind}", group * size, (group + 1) * size)
-        for group in range(spec.num_kv_heads)
-        for name, size in (("q", q), ("k", kv), ("v", kv))
-    )
 
 
 def _mlp(prefix: str, hf: list[str], ffn: int, hidden: int) -> Iterator[Parameter]:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from mrl.errors import ModelError, did_you_mean
 from mrl.models.decoder import ExpertNames, Family, read_decoder
+from mrl.models.fp8_blocks import read_block
 from mrl.models.hf_config import HfConfig
-from mrl.models.spec import ModelSpec, MoeSpec
+from mrl.models.spec import MlaSpec, ModelSpec, MoeSpec
 
 
 def _read_llama(config: HfConfig) -> ModelSpec:
@@ -119,19 +120,38 @@ def _read_glm4_moe(config: HfConfig) -> ModelSpec:
     A frozen bias corrects the choice of experts. Layers that predict more tokens come after the others; they are left
     out.
     """
-    config.require("n_group", 1, "mrl does not limit a token's experts to groups")
-    config.require("topk_group", 1, "mrl does not limit a token's experts to groups")
-    config.require("norm_topk_prob", True, "Megatron always normalizes sigmoid scores")
     config = config.defaulting(
         partial_rotary_factor=0.5, use_qk_norm=False, routed_scaling_factor=1.0, n_shared_experts=1, rope_theta=10_000.0
     )
-    # Not `integer`, because 0 is allowed: experts in every layer, and no predicting layers.
-    first = int(config.defaulting(first_k_dense_replace=1).number("first_k_dense_replace"))
-    predicting = config.defaulting(num_nextn_predict_layers=0).number("num_nextn_predict_layers")
-    expert_ffn = config.integer("moe_intermediate_size")
-    moe = MoeSpec(
+    return read_decoder(
+        config,
+        partial_rotary=True,
+        family="glm4_moe",
+        qkv_bias=config.flag("attention_bias"),
+        qk_norm=config.flag("use_qk_norm"),
+        moe=_read_sigmoid_experts(config, dense_layers=1),
+        num_predicting_layers=_num_predicting_layers(config),
+    )
+
+
+def _read_sigmoid_experts(config: HfConfig, *, dense_layers: int | None = None) -> MoeSpec:
+    """Read experts that sigmoid scores and a frozen bias choose, with a shared expert, after some layers without any.
+
+    A file may leave out the number of these layers only if the family has a default.
+    """
+    config.require("norm_topk_prob", True, "Megatron always normalizes sigmoid scores")
+    config = config.defaulting(n_group=1, topk_group=1, first_k_dense_replace=dense_layers)
+    groups, groups_per_token = config.integer("n_group"), config.integer("topk_group")
+    per_token, expert_ffn = config.integer("num_experts_per_tok"), config.integer("moe_intermediate_size")
+    if groups > 1 and per_token != 2 * groups_per_token:
+        # Megatron ranks a group by its best experts_per_token / groups_per_token scores, the engine by its best two.
+        what = f"{groups_per_token} of {groups} groups for {per_token} experts per token"
+        raise config.error("topk_group", f"{what} is not supported, only {per_token / 2:g}", "use another model")
+    # Not `integer`, because 0 is allowed: experts in every layer.
+    first = int(config.number("first_k_dense_replace"))
+    return MoeSpec(
         num_experts=config.integer("n_routed_experts", "num_local_experts"),
-        experts_per_token=config.integer("num_experts_per_tok"),
+        experts_per_token=per_token,
         expert_ffn=expert_ffn,
         norm_topk=True,
         aux_loss_coef=0.0,
@@ -140,18 +160,70 @@ def _read_glm4_moe(config: HfConfig) -> ModelSpec:
         correction_bias=True,
         scaling=config.number("routed_scaling_factor"),
         shared_ffn=config.integer("n_shared_experts") * expert_ffn,
+        num_groups=groups,
+        groups_per_token=groups_per_token if groups > 1 else 1,
+    )
+
+
+def _num_predicting_layers(config: HfConfig) -> int:
+    return int(config.defaulting(num_nextn_predict_layers=0).number("num_nextn_predict_layers"))
+
+
+def _read_deepseek_v3(config: HfConfig) -> ModelSpec:
+    """Read DeepSeek-V3, V3.1 and R1, Moonlight and Kimi-K2: multi-latent attention, and GLM-4.5's experts.
+
+    Kimi-K2 calls its files `kimi_k2`, but they are like the others.
+    """
+    because = "vLLM would choose experts in another way"
+    for name, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if name not in config:
+            raise config.error(name, f"is missing: {because}", f'add "{name}": "{only}" to the file')
+        config.require(name, only, because)
+    config.require("moe_layer_freq", 1, "experts are in all layers after the first_k_dense_replace first")
+    return _read_latent(config, _read_sigmoid_experts(config))
+
+
+def _read_glm4_moe_lite(config: HfConfig) -> ModelSpec:
+    """Read GLM-4.7-Flash: multi-latent attention, and GLM-4.5's experts.
+
+    Newer files list the kind of each layer instead of the number of layers without experts.
+    """
+    if "mlp_layer_types" in config:
+        kinds = config.items("mlp_layer_types", str)
+        first = kinds.count("dense")
+        if kinds != ["dense"] * first + ["sparse"] * (len(kinds) - first):
+            raise config.error("mlp_layer_types", "layers without experts are supported only before the others")
+        config = config.defaulting(first_k_dense_replace=first)
+    config = config.defaulting(n_shared_experts=1, routed_scaling_factor=1.0)
+    return _read_latent(config, _read_sigmoid_experts(config, dense_layers=1))
+
+
+def _read_latent(config: HfConfig, moe: MoeSpec) -> ModelSpec:
+    """Read a model with multi-latent attention, with or without a latent of queries."""
+    config.require("attention_bias", False, "Megatron's multi-latent attention has no bias")
+    config.require("rope_interleave", True, "Megatron and vLLM rotate neighboring dimensions")
+    if "q_lora_rank" not in config and "q_lora_rank" not in config.nulls:
+        fix = "add its size to the file, or null if the model has no latent of queries"
+        raise config.error("q_lora_rank", "is missing: vLLM would take the size of DeepSeek-V3", fix)
+    config = config.defaulting(num_key_value_heads=config.integer("num_attention_heads"))
+    config.require("num_key_value_heads", config.integer("num_attention_heads"), "each head has its own keys")
+    mla = MlaSpec(
+        q_rank=config.integer("q_lora_rank") if "q_lora_rank" in config else None,
+        kv_rank=config.integer("kv_lora_rank"),
+        nope_dim=config.integer("qk_nope_head_dim"),
+        rope_dim=config.integer("qk_rope_head_dim"),
+        v_dim=config.integer("v_head_dim"),
     )
     return read_decoder(
         config,
-        partial_rotary=True,
-        family="glm4_moe",
-        qkv_bias=config.flag("attention_bias"),
-        qk_norm=config.flag("use_qk_norm"),
+        mla=mla,
+        family=config.text("model_type"),
         moe=moe,
-        num_predicting_layers=int(predicting),
+        num_predicting_layers=_num_predicting_layers(config),
     )
 
 
+_FLOAT32_SCORES = {"moe_router_dtype": "float32"}  # otherwise vLLM rounds the scores of experts to the model's dtype
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -162,6 +234,9 @@ FAMILIES = {
         Family("qwen3", "Qwen3", _read_qwen3),
         Family("qwen3_moe", "Qwen3Moe", _read_qwen3_moe),
         Family("glm4_moe", "Glm4Moe", _read_glm4_moe, float32_router=True, has_score_head=False),
+        Family("deepseek_v3", "DeepseekV3", _read_deepseek_v3, engine_overrides=_FLOAT32_SCORES),
+        Family("kimi_k2", "DeepseekV3", _read_deepseek_v3, engine_overrides=_FLOAT32_SCORES),
+        Family("glm4_moe_lite", "Glm4MoeLite", _read_glm4_moe_lite, float32_router=True, has_score_head=False),
     )
 }
 
@@ -181,8 +256,7 @@ def spec_of(config: HfConfig) -> ModelSpec:
     listed = config.defaulting(architectures=[]).items("architectures", str)
     if not known.issuperset(listed):
         raise config.error("architectures", f"{', '.join(listed)}: only {' and '.join(sorted(known))} are supported")
-    if "quantization_config" in config:
-        raise config.error("quantization_config", "quantized weights cannot be trained", "use the full-precision model")
+    read_block(config)  # raises an error if the files are quantized in a way that cannot be read
     try:
         return family.read(config)
     except ModelError as error:

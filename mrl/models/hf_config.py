@@ -18,6 +18,7 @@ class HfConfig:
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = {key: value for key, value in values.items() if value is not None}
+        self.nulls = values.keys() - self.values.keys()
         self.where = where
 
     @classmethod
@@ -37,7 +38,7 @@ class HfConfig:
 
     def defaulting(self, **values: Any) -> HfConfig:
         """Return a copy with defaults for missing keys of this kind of file."""
-        return HfConfig({**values, **self.values}, self.where)
+        return HfConfig({**dict.fromkeys(self.nulls), **values, **self.values}, self.where)
 
     def __contains__(self, key: str) -> bool:
         return key in self.values

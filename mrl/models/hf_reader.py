@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from mrl import files
 from mrl.dtypes import torch_dtype
 from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE, check_files
+from mrl.models import fp8_blocks
+from mrl.models.hf_config import HfConfig
 from mrl.models.regions import Region, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import LM_HEAD, SCORE, Head, Shard, hf_tensors
@@ -40,9 +43,19 @@ class HfReader:
         return name in self._file_of
 
     def read(self, name: str, box: Region) -> torch.Tensor:
-        """Return a box of one tensor. Nothing else of the tensor is read."""
-        tensor: torch.Tensor = self._slice(name)[slices(box)]
-        return tensor
+        """Return a box of one tensor, of a quantized one in float32. Nothing else of the tensor is read."""
+        entry = self._slice(name)
+        tensor: torch.Tensor = entry[slices(box)]
+        if entry.get_dtype() != fp8_blocks.FILE_TYPE:
+            return tensor
+        assert self.block, "`check` refuses FP8 without blocks"
+        scales = self._slice(fp8_blocks.scale_of(name))[slices(fp8_blocks.covering(box, self.block))]
+        return fp8_blocks.dequantized(tensor, scales, box, self.block)
+
+    @cached_property
+    def block(self) -> fp8_blocks.Block | None:
+        """Rows and columns of the blocks with one scale, or None if the weights are not quantized."""
+        return fp8_blocks.read_block(HfConfig.read(self.path))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -70,8 +83,9 @@ class HfReader:
                 shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
                 if shape != expected[name]:
                     problems.append(f"{name} has shape {list(shape)}, not {list(expected[name])}")
-                if dtype not in _FLOAT_TYPES:
-                    problems.append(f"{name} holds {dtype}, not one of {', '.join(sorted(_FLOAT_TYPES))}")
+                problems += self._quantization_problems(name, shape, dtype)
+            elif name.removesuffix(fp8_blocks.SCALES) in expected and self.block:
+                continue  # checked with its weight
             elif name not in ignorable and not name.endswith(".rotary_emb.inv_freq"):
                 problems.append(f"{name} is unexpected")
         if problems:
@@ -90,6 +104,21 @@ class HfReader:
                 "out: they are not trained, and an exported model has none",
                 stacklevel=2,
             )
+
+    def _quantization_problems(self, name: str, shape: tuple[int, ...], dtype: str) -> Iterator[str]:
+        if dtype != fp8_blocks.FILE_TYPE:
+            if dtype not in _FLOAT_TYPES:
+                yield f"{name} holds {dtype}, not one of {', '.join(sorted(_FLOAT_TYPES))}"
+            return
+        scales = fp8_blocks.scale_of(name)
+        if self.block is None or len(shape) != 2:
+            yield f"{name} holds {dtype}, but config.json has no blocks for it: without scales its numbers are wrong"
+        elif scales not in self:
+            yield f"{scales} is missing: without scales the numbers of {name} are wrong"
+        elif self.shape(scales) != (expected := fp8_blocks.scales_shape(shape, self.block)):
+            yield f"{scales} has shape {list(self.shape(scales))}, not {list(expected)}"
+        elif (kind := self._slice(scales).get_dtype()) != "F32":
+            yield f"{scales} holds {kind}, not F32"
 
     def _predicting_layers(self, spec: ModelSpec) -> set[str]:
         """Return the tensors of the layers that predict more tokens at once, after the model's own layers."""

@@ -124,6 +124,7 @@ class HfWriter:
         config["architectures"] = [FAMILIES[spec.family].architecture(head)]
         if spec.num_predicting_layers:
             config["num_nextn_predict_layers"] = 0
+        config.pop("quantization_config", None)
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
         if head == "score":
             # how transformers represents a single label

@@ -75,6 +75,21 @@ class Parameter:
         return (top, *(stop for _, stop in target_rest)), tuple(pieces), tuple(padding)
 
 
+def whole_tensor(name: str, hf: str, rows: int, columns: int | None = None, dtype: OwnDtype = None) -> Parameter:
+    """Return a Hugging Face tensor that every rank holds."""
+    return Parameter(name, ((RowRange(hf, 0, rows),),), columns, dtype=dtype)
+
+
+def rows_of(name: str, hf: str, rows: int, columns: int) -> Parameter:
+    """Return a Hugging Face tensor of which each rank holds some rows."""
+    return Parameter(name, ((RowRange(hf, 0, rows),),), columns, "rows")
+
+
+def columns_of(name: str, hf: str, rows: int, columns: int) -> Parameter:
+    """Return a Hugging Face tensor of which each rank holds some columns."""
+    return Parameter(name, ((RowRange(hf, 0, rows),),), columns, "columns")
+
+
 def padded_vocab(vocab: int, tp: int) -> int:
     """Return the rows of the embedding over all ranks: the smallest multiple of `tp`, which is all that Megatron
     requires.

@@ -15,9 +15,10 @@ from functools import cache
 from mrl.config.schema import ParallelConfig, RolloutConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.errors import ModelError
+from mrl.models import gqa, mla
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
-from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange, padded_vocab
+from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange, columns_of, padded_vocab, whole_tensor
 from mrl.models.regions import Region, Shape, whole
 from mrl.models.spec import ModelSpec, MoeSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM, float32_tensors
@@ -109,19 +110,17 @@ def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) ->
         return
     prefix = f"model.layers.{layer}."
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
-        yield _fused(_whole(prefix + name, spec.hidden), sizes, rank)
-    for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
-        yield _fused(_qkv(spec, sizes, f"{prefix}self_attn.", kind), sizes, rank)
-    if spec.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            yield _fused(_whole(f"{prefix}self_attn.{name}.weight", spec.head_dim), sizes, rank)
-    yield _fused(_down(f"{prefix}self_attn.o_proj.weight", spec.hidden, spec.num_heads * spec.head_dim), sizes, rank)
+        yield _fused(whole_tensor(prefix + name, prefix + name, spec.hidden), sizes, rank)
+    hf = f"{prefix}self_attn."
+    attention = mla.engine_parameters(spec, spec.mla, hf) if spec.mla else gqa.engine_parameters(spec, hf, sizes.tp)
+    yield from (_fused(parameter, sizes, rank) for parameter in attention)
     if spec.moe and spec.has_experts(layer):
         yield from _expert_tensors(spec, spec.moe, sizes, rank, layer)
     else:
         parts = tuple((RowRange(f"{prefix}mlp.{name}_proj.weight", 0, spec.ffn),) for name in ("gate", "up"))
         yield _fused(Parameter(f"{prefix}mlp.gate_up_proj.weight", parts, spec.hidden, "rows"), sizes, rank)
-        yield _fused(_down(f"{prefix}mlp.down_proj.weight", spec.hidden, spec.ffn), sizes, rank)
+        down = f"{prefix}mlp.down_proj.weight"
+        yield _fused(columns_of(down, down, spec.hidden, spec.ffn), sizes, rank)
 
 
 def _unfused(spec: ModelSpec, tensors: dict[str, Shape]) -> Iterator[Fused]:
@@ -153,13 +152,15 @@ def _router_and_shared(spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[P
     family = FAMILIES[spec.family]
     names = family.names
     dtype: OwnDtype = "float32" if family.float32_router else None
-    yield _whole(prefix + names.router, moe.num_experts, spec.hidden, dtype)
+    router, bias = prefix + names.router, prefix + names.bias
+    yield whole_tensor(router, router, moe.num_experts, spec.hidden, dtype)
     if moe.correction_bias:
-        yield _whole(prefix + names.bias, moe.num_experts, dtype="float32")
+        yield whole_tensor(bias, bias, moe.num_experts, dtype="float32")
     if moe.shared_ffn:
         parts = tuple((RowRange(prefix + names.shared.format(name), 0, moe.shared_ffn),) for name in ("gate", "up"))
         yield Parameter(prefix + names.shared.format("gate_up"), parts, spec.hidden, "rows")
-        yield _down(prefix + names.shared.format("down"), spec.hidden, moe.shared_ffn)
+        down = prefix + names.shared.format("down")
+        yield columns_of(down, down, spec.hidden, moe.shared_ffn)
 
 
 def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int | None = None) -> Fused:
@@ -167,26 +168,6 @@ def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int
     if num_stacked is not None:
         shape = (num_stacked, shape[0] // num_stacked, shape[1])
     return Fused(parameter.name, shape, pieces, padding, parameter.dtype)
-
-
-def _whole(name: str, rows: int, columns: int | None = None, dtype: OwnDtype = None) -> Parameter:
-    return Parameter(name, ((RowRange(name, 0, rows),),), columns, dtype=dtype)
-
-
-def _down(name: str, rows: int, columns: int) -> Parameter:
-    return Parameter(name, ((RowRange(name, 0, rows),),), columns, "columns")
-
-
-def _qkv(spec: ModelSpec, sizes: EngineSizes, prefix: str, kind: str) -> Parameter:
-    """Return queries, then keys, then values. With fewer key-value heads than ranks, each head is on several ranks."""
-    num_copies, size = max(1, sizes.tp // spec.num_kv_heads), spec.head_dim
-    heads = [head for head in range(spec.num_kv_heads) for _ in range(num_copies)]
-    q = (RowRange(f"{prefix}q_proj.{kind}", 0, spec.num_heads * size),)
-    k, v = (
-        tuple(RowRange(f"{prefix}{name}_proj.{kind}", head * size, (head + 1) * size) for head in heads)
-        for name in "kv"
-    )
-    return Parameter(f"{prefix}qkv_proj.{kind}", (q, k, v), spec.hidden if kind == "weight" else None, "rows")
 
 
 def _vocabulary(name: str, spec: ModelSpec, sizes: EngineSizes, rank: int) -> Fused:

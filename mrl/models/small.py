@@ -23,13 +23,14 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
     num_heads, num_groups = large.integer("num_attention_heads"), large.integer("num_key_value_heads")
     groups = min(num_groups, parallel.tp)
     heads = math.lcm(groups * min(2, num_heads // num_groups), parallel.tp)
-    stages = parallel.pp * parallel.vpp
+    if "kv_lora_rank" in large:
+        heads = 2 * parallel.tp  # each has keys and values
     small = {
         **values,
         "vocab_size": _VOCAB,
         "hidden_size": heads * _HEAD,
         "intermediate_size": 24 * parallel.tp,
-        "num_hidden_layers": stages * max(1, 2 // stages),
+        "num_hidden_layers": _num_layers(parallel),
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "max_position_embeddings": _POSITIONS,
@@ -38,7 +39,7 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    if "head_dim" in values:
+    if "head_dim" in values and "kv_lora_rank" not in values:
         small["head_dim"] = 2 * _HEAD  # not hidden/heads
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if name in values:
@@ -51,6 +52,30 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
         small["moe_intermediate_size"] = 16 * math.lcm(parallel.tp, parallel.etp)  # tp splits the shared expert
     if "first_k_dense_replace" in values:
         small["first_k_dense_replace"] = 1  # layers of both kinds
+    if "kv_lora_rank" in values:
+        small |= _latent(values, heads)
+    if (values.get("n_group") or 1) > 1:
+        small |= {"n_routed_experts": 4 * parallel.ep, "n_group": 2, "topk_group": 1}  # topk is twice as many
+    if "mlp_layer_types" in values:
+        small["mlp_layer_types"] = ["dense"] + ["sparse"] * (int(small["num_hidden_layers"]) - 1)
     if "num_local_experts" in values:
         small["intermediate_size"] = 24 * math.lcm(parallel.tp, parallel.etp)
+    return small
+
+
+def _num_layers(parallel: ParallelConfig) -> int:
+    """Return two layers or one per chunk, and the given numbers in the first and the last stage."""
+    ends = [size for size in (parallel.first_stage_layers, parallel.last_stage_layers) if size]
+    chunks = (parallel.pp - len(ends)) * parallel.vpp
+    return sum(ends) + chunks * (1 if ends else max(1, 2 // chunks))
+
+
+def _latent(values: Mapping[str, Any], heads: int) -> dict[str, Any]:
+    """Return the sizes of multi-latent attention. vLLM's kernel for CPUs takes latents of only one size."""
+    large = HfConfig(values, "config.json")
+    is_narrow = large.integer("v_head_dim") < large.integer("qk_nope_head_dim") + large.integer("qk_rope_head_dim")
+    small = {"num_key_value_heads": heads, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": _HEAD}
+    small["v_head_dim"] = _HEAD if is_narrow else _HEAD + 64
+    if "q_lora_rank" in large:
+        small["q_lora_rank"] = 3 * _HEAD
     return small

@@ -1,14 +1,10 @@
-"""Sizes and switches of one model: Megatron's arguments for it, and the cost of a token.
-
-torch is loaded only when Megatron's arguments or the frequencies are requested, so that planning needs no torch.
-"""
+"""Sizes and switches of one model, and the cost of a token."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 from mrl.errors import ModelError
 from mrl.models.rope import Rope
@@ -28,6 +24,19 @@ class MoeSpec:
     correction_bias: bool = False  # a frozen bias, added to the scores that choose experts but not to their weights
     scaling: float = 1.0  # factor of the weights of the chosen experts
     shared_ffn: int = 0  # rows of the expert that every token uses, or 0
+    num_groups: int = 1  # a token's experts come from its best groups only
+    groups_per_token: int = 1
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-latent attention: the sizes of its latents, and of the parts of its heads."""
+
+    q_rank: int | None  # None: queries come from the hidden states
+    kv_rank: int
+    nope_dim: int  # dimensions of a query or key without a position
+    rope_dim: int  # dimensions with a position, which the keys of all heads share
+    v_dim: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class ModelSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    mla: MlaSpec | None = None
     moe: MoeSpec | None = None
     num_predicting_layers: int = 0
     """Number of extra layers in the files that predict more tokens at once. mrl does not train or export them."""
@@ -62,6 +72,8 @@ class ModelSpec:
             return
         if moe.experts_per_token > moe.num_experts:
             raise ModelError(f"{moe.experts_per_token} experts per token, but there are only {moe.num_experts}")
+        if moe.num_experts % moe.num_groups or moe.groups_per_token > moe.num_groups:
+            raise ModelError(f"{moe.groups_per_token} of {moe.num_groups} groups, of {moe.num_experts} experts in all")
         if moe.experts_per_token == 1 and moe.norm_topk:
             raise ModelError("one expert per token with normalized weights gives its router no gradient")
         if len(moe.dense_layers) == self.num_layers:
@@ -83,90 +95,22 @@ class ModelSpec:
         return dict(layers)
 
     @property
+    def v_dim(self) -> int:
+        """Dimensions of a value head."""
+        return self.mla.v_dim if self.mla else self.head_dim
+
+    @property
     def qkv_rows(self) -> int:
         """Total rows of queries, keys and values."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    # --- what Megatron is built with --------------------------------------------------------------------------
-
-    def transformer_config(self) -> dict[str, Any]:
-        """Return the arguments of Megatron's `TransformerConfig` that describe the model. The engine adds how it
-        runs."""
-        from torch.nn.functional import silu
-
-        return {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.num_heads,
-            "num_query_groups": self.num_kv_heads,
-            "kv_channels": self.head_dim,
-            "ffn_hidden_size": self.ffn,
-            "layernorm_epsilon": self.norm_eps,
-            "normalization": "RMSNorm",
-            "gated_linear_unit": True,
-            "activation_func": silu,
-            "add_bias_linear": False,
-            "add_qkv_bias": self.qkv_bias,
-            "qk_layernorm": self.qk_norm,
-            # Megatron counts the tokens before the current one, transformers includes the current one.
-            "window_size": (self.sliding_window - 1, 0) if self.sliding_window else None,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            **self._moe_config(),
-        }
-
-    def _moe_config(self) -> dict[str, Any]:
-        moe = self.moe
-        if moe is None:
-            return {}
-        return _router_with_bias(moe) | {
-            "num_moe_experts": moe.num_experts,
-            "moe_router_topk": moe.experts_per_token,
-            "moe_ffn_hidden_size": moe.expert_ffn,
-            "moe_layer_freq": [int(self.has_experts(layer)) for layer in range(self.num_layers)],
-            "moe_router_score_function": moe.scoring,
-            # A softmax over the chosen logits equals the normalized full softmax over them.
-            "moe_router_pre_softmax": not moe.norm_topk,
-            "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1 else None,
-            "moe_router_dtype": "fp32",
-            "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
-            # The loss is only the algorithm's. `aux_loss_coef` is available for a balancing term.
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-        }
-
-    def fused_kernels(self) -> dict[str, bool]:
-        """Return the arguments of `TransformerConfig` that fuse kernels, including all experts of a layer.
-
-        Transformer Engine has these kernels on GPUs. Engines and plans use them unless the user sets something else.
-        """
-        names = ["apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"]
-        if self.moe is not None:
-            names += ["moe_grouped_gemm", "moe_permute_fusion"]
-        return dict.fromkeys(names, True)
-
-    def gpt_model_arguments(self) -> dict[str, Any]:
-        """Return the arguments of Megatron's `GPTModel` that describe the model. The layout pads the vocabulary.
-
-        Megatron's own scaling for Llama 3 fixes three of its four numbers, so it stays off. The code that builds the
-        model sets the rotary module's `inv_freq` to `rope.inverse_frequencies()`.
-        """
-        return {
-            "position_embedding_type": "rope",
-            "rotary_base": self.rope.theta,
-            "rotary_percent": self.rope.dim / self.head_dim,
-            "rope_scaling": False,
-            "share_embeddings_and_output_weights": self.tied,
-            "max_sequence_length": self.max_positions,
-        }
-
-    # --- what it costs ----------------------------------------------------------------------------------------
+        return (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.v_dim
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the language model. Tied embeddings count once. A router's frozen bias is no parameter."""
         attention = self._attention_weights + (self.qkv_rows if self.qkv_bias else 0)
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        if self.mla:
+            norms += (self.mla.q_rank or 0) + self.mla.kv_rank
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         experts = self.moe.num_experts if self.moe else 0
         return self.num_layers * (attention + norms) + self._mlp_weights(experts) + embeddings + self.hidden
@@ -187,7 +131,20 @@ class ModelSpec:
     def attention_flops_per_token_pair(self) -> int:
         """Forward FLOPs of one token attending to another. A causal sequence of n tokens has n (n + 1) / 2 such
         pairs."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim
+        return 2 * self.num_layers * self.num_heads * (self.head_dim + self.v_dim)
+
+    @property
+    def decode_flops_per_token_pair(self) -> int:
+        """The same while an engine decodes: with multi-latent attention, each head reads the latents themselves."""
+        if self.mla is None:
+            return self.attention_flops_per_token_pair
+        return 2 * self.num_layers * self.num_heads * (2 * self.mla.kv_rank + self.mla.rope_dim)
+
+    def cached_elements(self, tp: int) -> int:
+        """Return the elements that an engine's rank caches per token: keys and values of its heads, or the latents."""
+        if self.mla:
+            return self.num_layers * (self.mla.kv_rank + self.mla.rope_dim)
+        return 2 * self.num_layers * max(1, self.num_kv_heads // tp) * self.head_dim
 
     def sequence_flops(self, num_tokens: int) -> int:
         """Return the forward FLOPs of one sequence, counting only pairs inside the causal mask and the window."""
@@ -197,7 +154,13 @@ class ModelSpec:
 
     @property
     def _attention_weights(self) -> int:
-        return self.hidden * (self.qkv_rows + self.num_heads * self.head_dim)
+        mla = self.mla
+        if mla is None:
+            return self.hidden * (self.qkv_rows + self.num_heads * self.head_dim)
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_heads * (mla.nope_dim + mla.v_dim)
+        queries = mla.q_rank * (self.hidden + q_rows) if mla.q_rank else self.hidden * q_rows
+        keys_and_values = self.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * kv_rows
+        return queries + keys_and_values + self.num_heads * mla.v_dim * self.hidden
 
     def _mlp_weights(self, num_experts: int) -> int:
         """Return the weights of the MLPs of all layers, with that many experts in each layer with experts."""
@@ -208,10 +171,3 @@ class ModelSpec:
         expert_layer = 3 * self.hidden * (num_experts * self.moe.expert_ffn + self.moe.shared_ffn)
         expert_layer += self.moe.num_experts * self.hidden
         return dense + num_moe_layers * expert_layer
-
-
-def _router_with_bias(moe: MoeSpec) -> dict[str, Any]:
-    """Return Megatron's arguments of a correction bias. Megatron's update of the bias is off."""
-    if not moe.correction_bias:
-        return {}
-    return {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}

@@ -125,6 +125,7 @@ _TITLES = {
     "actor/kl_loss": "KL in the loss",
     "actor/entropy_mean": "entropy",
     "actor/grad_norm": "gradient norm",
+    "actor/experts/busiest": "load of the busiest expert",
     "actor/pg_clipfrac": "share clipped above",
     "actor/pg_clipfrac_lower": "share clipped below",
     "groups/uniform_share": "prompts that teach nothing",

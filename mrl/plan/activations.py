@@ -5,6 +5,7 @@ the model's dtype unless noted:
 
     T    tokens of a micro-batch on one device (`max_tokens_per_device`)
     h    hidden size            q, k   columns of all query heads, of all key heads; d of one head
+    l, m sizes of the latents   v      columns of all value heads
     f    columns of the MLP     g      columns of an expert; r of the shared expert
     e    experts per token      E      experts
     t    tensor parallel size   s      t with sequence parallelism, else 1
@@ -15,6 +16,11 @@ the model's dtype unless noted:
                 4d          cosines and sines of queries and of keys, unless Megatron fuses them (`apply_rope_fusion`);
                             of the rotated dimensions only
                 q/t         attention's output, the projection's input; 4 bytes per head for its logsumexp
+    latent      2h/s        as above
+                2(l + m)/s  the latents of queries and of keys and values, before and after their norms
+                4q/t        queries, keys, values padded to the width of keys, and the kernel's output
+                v/t         the output without the padding, if values are narrower
+                4d          as above, of the dimensions with a position
     MLP         2h/s        the norm's input and output
                 5f/t        gate and up, silu(gate), up again, their product; 3f/t with `bias_activation_fusion`
     experts     2h/s        the norm's input and output;  24e + 5E bytes (/s) for the router,
@@ -30,7 +36,8 @@ Full recomputation keeps h/s per layer (per `recompute_num_layers` with `uniform
 layers while it recomputes the group. `block` recomputes only the first layers of each chunk. Selective recomputation
 drops what the named modules recompute: `mlp` and `moe` everything except their norm's input and output (on GPUs a dense
 MLP's norm is part of its first product, so its output is dropped too), `layernorm` the outputs of norms, `moe_act` silu
-and products; `core_attn` recomputes tensors that a flash kernel does not keep anyway.
+and products, `mla_up_proj` the queries and keys from latents; `core_attn` recomputes tensors that a flash kernel does
+not keep anyway.
 
 While backward is in a layer, it also needs the recomputed tensors, the gradients of the MLP (2f/t with the fusion,
 else 3f/t; of the experts the same with eg/s, or e(h etp + g)/s if that is more), and the gradients of the layer's
@@ -62,7 +69,7 @@ from mrl.config.schema import MegatronModelConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.layout import layers_of_chunk
 from mrl.models.parameters import padded_vocab
-from mrl.models.spec import ModelSpec
+from mrl.models.spec import MlaSpec, ModelSpec
 from mrl.models.table import Head
 from mrl.plan.assumptions import ASSUMPTIONS
 
@@ -78,6 +85,8 @@ class LayerActivations:
     """The layer's input, the only tensor that full recomputation keeps."""
     norms: float
     attention: float
+    up_projected: float
+    """Queries and keys that come from latents. Recomputing `mla_up_proj` drops them."""
     mlp_input: float
     """The norm's input before the MLP. Recomputing only the MLP keeps this and the norm's output."""
     mlp: float
@@ -102,12 +111,11 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
     """Return the bytes that one layer keeps per token of a device."""
     at, item = model.parallel, ITEM_BYTES[model.dtype]
     t, s = at.tp, at.tp if at.sequence_parallel else 1
-    q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     fused = bool(model.megatron.get("bias_activation_fusion"))
     hidden = item * spec.hidden / s
-    k = max(k, t * spec.head_dim)  # with fewer heads than ranks, each rank has one
-    heads = 2 * q + 2 * k + (q + k if spec.qk_norm else 0)
-    attention = (item * heads + 4 * spec.num_heads) / t
+    elements = _latent_elements(spec, spec.mla, t, s) if spec.mla else _grouped_elements(spec, t)
+    attention = item * elements + 4 * spec.num_heads / t
+    up_projected = item * 2 * spec.num_heads * spec.head_dim / t if spec.mla else 0.0
     attention += 0 if model.megatron.get("apply_rope_fusion") else 4 * spec.rope.dim * item
     if not (has_experts and spec.moe):
         mlp, activation = item * (3 if fused else 5) * spec.ffn / t, 0.0
@@ -120,7 +128,19 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
         shared = item * (3 if fused else 5) * moe.shared_ffn / t
         mlp = seen * (spec.hidden + 2 * moe.expert_ffn / at.etp) + router / s + shared
         activation = seen * (1 if fused else 4) * moe.expert_ffn / at.etp
-    return LayerActivations(hidden, 2 * hidden, attention, hidden, mlp, activation)
+    return LayerActivations(hidden, 2 * hidden, attention, up_projected, hidden, mlp, activation)
+
+
+def _grouped_elements(spec: ModelSpec, t: int) -> float:
+    q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    k = max(k, t * spec.head_dim)  # with fewer heads than ranks, each rank has one
+    return (2 * q + 2 * k + (q + k if spec.qk_norm else 0)) / t
+
+
+def _latent_elements(spec: ModelSpec, mla: MlaSpec, t: int, s: int) -> float:
+    q, v = spec.num_heads * spec.head_dim, spec.num_heads * mla.v_dim
+    latents = 2 * ((mla.q_rank or 0) + mla.kv_rank) / s
+    return latents + (2 * q + (v if mla.v_dim < spec.head_dim else 0)) / t
 
 
 def stage_activations(
@@ -175,10 +195,11 @@ def _forward_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: boo
     layer, item, at = layer_bytes(spec, model, has_experts), ITEM_BYTES[model.dtype], model.parallel
     gathered = spec.hidden * item if at.sequence_parallel and at.tp > 1 else 0
     if not (has_experts and spec.moe):
-        return layer.total - min(layer.attention, layer.mlp) + gathered  # attention is over when the MLP begins
+        attention = layer.attention + layer.up_projected
+        return layer.total - min(attention, layer.mlp) + gathered  # attention is over when the MLP begins
     tokens = _expert_tokens(spec, model)
     inner = tokens.seen * 3 * spec.moe.expert_ffn / at.etp * item
-    inputs = layer.total - layer.attention - layer.expert_activation - inner * 2 / 3
+    inputs = layer.total - layer.attention - layer.up_projected - layer.expert_activation - inner * 2 / 3
     most = max(tokens.computing * spec.hidden * item + inner, tokens.returning * spec.hidden * item)
     return max(layer.total - layer.mlp - layer.expert_activation, inputs + most) + gathered
 
@@ -250,6 +271,8 @@ def _selective(layer: LayerActivations, modules: set[str], fused_norm: bool) -> 
         # There are two norms. The output of attention's norm is kept.
         norms = layer.norms / 2 if fused_norm and is_dense and "mlp" in modules else layer.norms
         layer = replace(layer, norms=norms, mlp=0.0, expert_activation=0.0)
+    if "mla_up_proj" in modules:
+        layer = replace(layer, up_projected=0.0)
     if "moe_act" in modules:
         layer = replace(layer, expert_activation=0.0)
     if "layernorm" in modules:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mrl.config.arithmetic import longest_sample_tokens, num_engines
 from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
-from mrl.errors import PlacementError
+from mrl.errors import PlacementError, counted
 from mrl.models.rollout_table import EngineSizes, engine_bytes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS, RESERVE
@@ -56,7 +56,7 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     rollout, options = config.rollout, config.rollout.vllm
     EngineSizes(rollout.tp).check(spec)
     if num_engines(config) < 1:
-        raise PlacementError(f"no engine with {rollout.tp} devices fits on its devices")
+        raise PlacementError(f"no engine with {counted(rollout.tp, 'device')} fits on its devices")
     demand = planned_demand(config, spec, hardware.memory_bytes)
     capacity, reserve = engine_capacity(demand), ASSUMPTIONS.engine_reserve_bytes
     sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens

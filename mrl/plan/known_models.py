@@ -20,6 +20,19 @@ _ORDER = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
     *("intermediate_size", "vocab_size", "tie_word_embeddings"),
 )
+_NOAUX = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_LATENT: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_YARN = {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131072},
     "mistral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768, "sliding_window": None},
@@ -49,6 +62,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "num_nextn_predict_layers": 1,
     },
+    "deepseek_v3": _LATENT | {"q_lora_rank": 1536, "v_head_dim": 128, "num_experts_per_tok": 8, **_NOAUX},
+    "kimi_k2": _LATENT | {"q_lora_rank": 1536, "v_head_dim": 128, "num_experts_per_tok": 8, **_NOAUX},
+    "glm4_moe_lite": _LATENT | {"q_lora_rank": 768, "v_head_dim": 256, "num_experts_per_tok": 4},
     "mixtral": {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
@@ -92,6 +108,10 @@ _SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "GLM-4.5-Air": ("glm4_moe", (46, 4096, 96, 8, 10944, 151552, False)),
     "GLM-4.6": ("glm4_moe", (92, 5120, 96, 8, 12288, 151552, False)),
     "GLM-4.7": ("glm4_moe", (92, 5120, 96, 8, 12288, 151552, False)),
+    "DeepSeek-V3": ("deepseek_v3", (61, 7168, 128, 128, 18432, 129280, False)),
+    "Kimi-K2": ("kimi_k2", (61, 7168, 64, 64, 18432, 163840, False)),
+    "Moonlight-16B-A3B": ("deepseek_v3", (27, 2048, 16, 16, 11264, 163840, False)),
+    "GLM-4.7-Flash": ("glm4_moe_lite", (47, 2048, 20, 20, 10240, 154880, False)),
     "Mixtral-8x7B": ("mixtral", (32, 4096, 32, 8, 14336, 32000, False)),
     "Mixtral-8x22B": ("mixtral", (56, 6144, 48, 8, 16384, 32768, False)),
 }
@@ -105,6 +125,8 @@ _SAME_SIZES = {
     "Qwen2.5-Math-": "Qwen2.5-",
     "DeepSeek-R1-Distill-Qwen-": "Qwen2.5-",
     "DeepSeek-R1-0528-Qwen3-": "Qwen3-",
+    "DeepSeek-V3.1": "DeepSeek-V3",
+    "DeepSeek-R1": "DeepSeek-V3",
 }
 """Prefix of a model name -> prefix of another model with the same sizes."""
 _GLM_45 = {
@@ -127,6 +149,47 @@ _EXPERTS: dict[str, dict[str, Any]] = {
     },
     "GLM-4.6": _GLM_45 | {"max_position_embeddings": 202752},
     "GLM-4.7": _GLM_45 | {"max_position_embeddings": 202752},
+    "DeepSeek-V3": {
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 163840,
+        "rope_theta": 1e4,
+        "rope_scaling": _YARN | {"factor": 40, "beta_fast": 32, "beta_slow": 1},
+    },
+    "Kimi-K2": {
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 384,
+        "routed_scaling_factor": 2.827,
+        "max_position_embeddings": 131072,
+        "rope_theta": 5e4,
+        "rope_scaling": _YARN | {"factor": 32, "beta_fast": 1, "beta_slow": 1},
+    },
+    "Moonlight-16B-A3B": {
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": None,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.446,
+        "max_position_embeddings": 8192,
+        "rope_theta": 5e4,
+    },
+    "GLM-4.7-Flash": {
+        "rms_norm_eps": 1e-5,
+        "qk_nope_head_dim": 192,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.8,
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 202752,
+        "rope_theta": 1e6,
+    },
 }
 """Keys in which models of one family differ."""
 _VARIANT = re.compile(r"(-(instruct|base|chat|thinking|hf|v?\d[\d.]*))*", re.IGNORECASE)
@@ -139,7 +202,8 @@ def model_spec(model: str) -> ModelSpec:
 
 def model_values(model: str) -> Mapping[str, Any]:
     """Return the contents of a model's `config.json`; for a published model, the part that is known here."""
-    return _config_of(model).values
+    config = _config_of(model)
+    return {**config.values, **dict.fromkeys(config.nulls)}
 
 
 def _config_of(model: str) -> HfConfig:

@@ -15,6 +15,7 @@ from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import ConfigError, ModelError, Problem
 from mrl.models.layout import check_layout
+from mrl.models.megatron_arguments import fused_kernels
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
@@ -37,7 +38,10 @@ class Planned(Generic[AnyTyped]):
         for role, spec in self.specs.items():
             num_experts = spec.moe.num_experts if spec.moe else None
             heads = (spec.num_heads, spec.num_kv_heads)
-            shape = ModelShape(spec.num_layers, *heads, num_experts, window=spec.sliding_window, family=spec.family)
+            latent = spec.mla.kv_rank if spec.mla else None
+            shape = ModelShape(
+                spec.num_layers, *heads, num_experts, window=spec.sliding_window, family=spec.family, latent=latent
+            )
             yield from check_model_rules(self.config, [role], shape)
 
     def check_layouts(self) -> None:
@@ -95,7 +99,7 @@ def make_plan_input(
     specs = model_specs(config, model)
     device = hardware(hardware_name or config.cluster.hardware or DEFAULT)
     roles = config.model_roles().items()
-    fused = {f"{role}.megatron": specs[role].fused_kernels() | model.megatron for role, model in roles}
+    fused = {f"{role}.megatron": fused_kernels(specs[role]) | model.megatron for role, model in roles}
     subject = Planned(config, specs, device).with_changes_unchecked(fused)
     if problems := list(subject.problems()):
         raise ConfigError([resolved.located(problem) for problem in problems])

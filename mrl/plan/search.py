@@ -19,7 +19,7 @@ from mrl.config.hardware import DEFAULT_UTILIZATION
 from mrl.config.resolved.load import Resolved
 from mrl.config.reward import JUDGE
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig, RolloutConfig
-from mrl.errors import ModelError
+from mrl.errors import ModelError, counted
 from mrl.models.layout import check_layout
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
@@ -341,22 +341,21 @@ def fits_on(resolved: Resolved[Config], num_nodes: int) -> list[str]:
     if not num_nodes:
         return ["No machine is available."]
     if cluster.device == "cpu":
-        num_slots = num_nodes * cluster.devices_per_node
-        return [
-            f"cluster.nodes={num_nodes} has {num_slots} CPU slots for placement.pools; the search supports only GPUs."
-        ]
+        slots = counted(num_nodes * cluster.devices_per_node, "CPU slot")
+        return [f"cluster.nodes={num_nodes} has {slots} for placement.pools; the search supports only GPUs."]
     try:
         subject = make_plan_input(resolved, None)
     except ModelError as error:
-        return [f"It is unknown what fits on {num_nodes} nodes: {error.what}"]
+        return [f"It is unknown what fits on {counted(num_nodes, 'node')}: {error.what}"]
     lengths, device = assumed_lengths(resolved.config), subject.hardware.name
     # Batches and layers are mostly divisible by powers of two: five machines may be no better than four.
     for nodes in [num_nodes, *(2**power for power in reversed(range(num_nodes.bit_length())) if 2**power < num_nodes)]:
         result = search(subject.with_changes_unchecked({"cluster.nodes": nodes}), lengths, max_found=1)
         if result.found:
-            head = f"On {nodes} node{'s' if nodes > 1 else ''} of {device} this fits (predicted):"
+            head = f"On {counted(nodes, 'node')} of {device} this fits (predicted):"
             return [head, *(f"  {line}" for line in found_lines(subject, {"cluster.nodes": nodes}, result))]
-    return [f"No layout of these models fits on {num_nodes} or fewer nodes of {device}."]
+    few = "1 node" if num_nodes == 1 else f"{num_nodes} or fewer nodes"
+    return [f"No layout of these models fits on {few} of {device}."]
 
 
 def found_lines(subject: PlanInput, shared: Changes, result: Result) -> Iterator[str]:

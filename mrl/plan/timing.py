@@ -211,7 +211,7 @@ def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, fl
         untouched = 1 - spec.moe.experts_per_token / spec.moe.num_experts
     bytes_per_s = device.memory_bytes_per_s * ASSUMPTIONS.decode_bandwidth
     flops_per_s = tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
-    token_flops, pair_flops = spec.flops_per_token, spec.attention_flops_per_token_pair
+    token_flops, pair_flops = spec.flops_per_token, spec.decode_flops_per_token_pair
     waits = 1 if tp == 1 else 2 if tp <= subject.config.cluster.devices_per_node else 4
     launches_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + ASSUMPTIONS.decode_step_s
 
@@ -268,9 +268,10 @@ def _link_s_per_token(subject: PlanInput, role: str, mesh: Mesh) -> float:
     """Return the communication seconds of one token forward through all layers: tensor ranks gather and reduce, context
     ranks exchange keys and values, stages send hidden states, and experts receive and return tokens."""
     spec, model = subject.specs[role], subject.config.model_roles()[role]
-    hidden, keys = (ITEM_BYTES[model.dtype] * size for size in (spec.hidden, spec.num_kv_heads * spec.head_dim))
+    hidden = ITEM_BYTES[model.dtype] * spec.hidden
+    keys_and_values = ITEM_BYTES[model.dtype] * spec.num_kv_heads * (spec.head_dim + spec.v_dim)
     tensor = 4 * hidden * (mesh.tp - 1) / mesh.tp * _s_per_byte(subject, mesh.tp)
-    context = 2 * keys / mesh.tp * (mesh.cp - 1) * _s_per_byte(subject, mesh.tp * mesh.cp)
+    context = keys_and_values / mesh.tp * (mesh.cp - 1) * _s_per_byte(subject, mesh.tp * mesh.cp)
     stages = 0.0
     if mesh.pp > 1:
         sent = model.parallel.vpp * hidden / (mesh.tp if model.parallel.sequence_parallel else 1)

@@ -10,7 +10,7 @@ from functools import cache
 
 from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_mesh
 from mrl.config.schema import Config
-from mrl.errors import MrlError
+from mrl.errors import MrlError, counted
 from mrl.models.layout import RankPlace
 from mrl.models.parameters import Piece
 from mrl.models.regions import intersection, moved, tiling_problems
@@ -69,8 +69,10 @@ class EngineReport:
         for kind in self.kinds:
             ranks = f"ranks {', '.join(map(str, kind.ranks))}" if len(kind.ranks) > 1 else f"rank {kind.ranks[0]}"
             held = f"{kind.num_parameters} parameters, {gib(kind.num_bytes)}"
-            count = len(kind.differences) or ("not compared:" if self.not_compared else "no")
-            yield f"{ENGINE_ROLE}, {ranks} of an engine: {self.model_class}, {held}, {count} differences"
+            result = "not compared" if self.not_compared else "no differences"
+            if kind.differences:
+                result = counted(len(kind.differences), "difference")
+            yield f"{ENGINE_ROLE}, {ranks} of an engine: {self.model_class}, {held}, {result}"
             yield from (f"  {difference}" for difference in kind.differences[:_MOST_SHOWN])
         if self.not_compared:
             yield f"{ENGINE_ROLE}: not compared: {self.not_compared}"
@@ -80,7 +82,7 @@ class EngineReport:
         """Raise an error if the plan does not fill the parameters of every rank as vLLM's loader does."""
         if found := [difference for kind in self.kinds for difference in kind.differences]:
             raise RehearsalError(
-                f"{len(found)} differences from vLLM's {self.model_class}; {found[0]}",
+                f"{counted(len(found), 'difference')} from vLLM's {self.model_class}; {found[0]}",
                 where=ENGINE_ROLE,
                 fix="install the vLLM of requirements-cuda.txt; with that version, this is a bug in "
                 "mrl/models/rollout_table.py or in the planner of mrl/weight_sync",

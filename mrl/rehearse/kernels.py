@@ -67,9 +67,11 @@ def layer_of(local_layer: Callable[..., ModuleSpec]) -> Callable[..., ModuleSpec
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps its inputs, its output, and one float32 number per head and token. Values are copied out of the product
-    that they share with queries and keys. With context parallelism, ranks exchange keys while they compute, and keep
-    only their own."""
+    """Keeps its inputs, its output, and one float32 number per head and token.
+
+    Values are copied out of the product that they share with queries and keys, and padded to the width of keys, as
+    Megatron 0.19 does. With context parallelism, ranks exchange keys while they compute, and keep only their own.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -85,8 +87,10 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    width = value.shape[-1]
+    value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
     output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
-    return output.reshape(query.shape[0], -1)
+    return output[..., :width].reshape(query.shape[0], -1)
 
 
 class _Rotation(torch.autograd.Function):

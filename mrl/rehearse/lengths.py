@@ -10,7 +10,7 @@ import numpy as np
 
 from mrl.data.packing import PackingRules, plan_step
 from mrl.data.row_files import read_sample_columns
-from mrl.errors import DataError
+from mrl.errors import DataError, counted
 from mrl.rehearse.batches import RowLengths
 
 _COLUMNS = ["prompt_tokens", "response_tokens"]
@@ -26,7 +26,8 @@ class Fullest:
     tokens: int
 
     def __str__(self) -> str:
-        return f"{len(self.rows)} rows with {self.tokens:,} tokens, the fullest micro-batch of {self.file}"
+        rows = counted(len(self.rows), "row")
+        return f"{rows} with {self.tokens:,} tokens, the fullest micro-batch of {self.file}"
 
 
 def fullest(path: Path, num_ranks: int, max_tokens: int, rules: PackingRules) -> Fullest:

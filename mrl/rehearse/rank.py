@@ -21,6 +21,7 @@ from mrl.config.sft import AnyConfig, RankedConfig
 from mrl.controller import RankInfo
 from mrl.engine import checkpoint, weights
 from mrl.engine.engine import MegatronEngine
+from mrl.errors import counted
 from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
@@ -95,7 +96,7 @@ def _rows(config: AnyConfig, request: Request, worker: ModelWorker) -> tuple[lis
     """Return the rows of a full micro-batch, and a description: of recorded samples, or of the greatest length."""
     if request.lengths is None:
         rows = batches.largest(config, request.role)
-        return rows, f"{len(rows)} rows with {batches.num_tokens(rows):,} tokens, of the greatest length"
+        return rows, f"{counted(len(rows), 'row')} with {batches.num_tokens(rows):,} tokens, of the greatest length"
     budget = config.model_roles()[request.role].max_tokens_per_device
     recorded = fullest(Path(request.lengths), worker.place.mesh.dp, budget, worker.engine.packing)
     return recorded.rows, str(recorded)

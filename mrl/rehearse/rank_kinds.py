@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mrl.config.arithmetic import role_mesh
 from mrl.config.sft import AnyConfig
+from mrl.errors import counted
 from mrl.models.layout import layers_of_chunk
 from mrl.models.spec import ModelSpec
 
@@ -24,7 +25,7 @@ class RankKind:
     def __str__(self) -> str:
         first, last = self.stages[0], self.stages[-1]
         stages = f"stage {first}" if first == last else f"stages {first} to {last}"
-        return f"{self.role}, rank {self.rank} for the {len(self.ranks)} ranks of {stages}"
+        return f"{self.role}, rank {self.rank} for the {counted(len(self.ranks), 'rank')} of {stages}"
 
 
 def rank_kinds(config: AnyConfig, role: str, spec: ModelSpec) -> Iterator[RankKind]:

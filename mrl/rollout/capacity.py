@@ -51,9 +51,8 @@ class EngineDemand:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of one token's keys and values on one device."""
-        heads = max(1, self.spec.num_kv_heads // self.tp)
-        return 2 * self.spec.num_layers * heads * self.spec.head_dim * self.item_bytes
+        """Return the bytes that one device caches of one token."""
+        return self.spec.cached_elements(self.tp) * self.item_bytes
 
     @property
     def weight_bytes(self) -> int:

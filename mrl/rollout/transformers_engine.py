@@ -15,6 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from mrl.errors import RolloutError
+from mrl.models.fp8_blocks import read_block
+from mrl.models.hf_config import HfConfig
+from mrl.models.mla import set_latent_epsilon
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.weight_sync.digest import Digests
@@ -37,8 +40,12 @@ class TransformersEngine(RolloutEngine):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         self.full_tensor_reason = "a transformers model has no fused tensors"
+        if read_block(HfConfig.read(settings.model)):
+            fix = "rollout.engine=vllm, or use the full-precision model"
+            raise RolloutError("this engine does not load models in FP8", where=str(settings.model), fix=fix)
         dtype = getattr(torch, settings.dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
+        set_latent_epsilon(self.model)
         self._tokenizer: Any = None
         if settings.reads_text:
             self._tokenizer = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
@@ -114,6 +121,7 @@ class TransformersEngine(RolloutEngine):
         for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if report[key]:
                 raise RolloutError(f"{key.replace('_', ' ')} among the tensors: {sorted(report[key])[:5]}")
+        set_latent_epsilon(model)
         self.model = model.to(self.settings.device)
         return digests.read()
 

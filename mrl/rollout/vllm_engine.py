@@ -31,7 +31,9 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from mrl.config.libraries.vllm_fields import OWNED
 from mrl.errors import RolloutError, SetupError
-from mrl.models.families import read_spec
+from mrl.models.families import FAMILIES, read_spec
+from mrl.models.fp8_blocks import read_block
+from mrl.models.hf_config import HfConfig
 from mrl.rollout.capacity import EngineDemand, engine_capacity
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -233,9 +235,21 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
             owner = OWNED.get(name, "the settings of this engine").format(role="rollout")
             raise RolloutError(f"{name} is set by {owner}", where="rollout.vllm", fix="remove this key")
     capacity = engine_capacity(_demand(settings)).arguments(settings.vllm, settings.device)
+    return {**_model_arguments(settings), **capacity, **required}
+
+
+def _model_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Return the user's arguments, and those with which the engine computes the model as the trainer does."""
+    spec = read_spec(settings.model)
     # Log-probs of logits rounded to bfloat16 are off by 0.01; the trainer's head is float32, too.
-    overrides = {"hf_overrides": {"head_dtype": "float32", **(settings.vllm.get("hf_overrides") or {})}}
-    return {**settings.vllm, **capacity, **overrides, **required}
+    overrides: dict[str, Any] = {"head_dtype": "float32", **FAMILIES[spec.family].engine_overrides}
+    if not settings.loads_files and read_block(HfConfig.read(settings.model)):
+        overrides["quantization_config"] = None  # the trainer sends unquantized weights
+    own: dict[str, Any] = {}
+    if spec.mla and settings.device == "cpu":
+        # The kernel for machines with AMX takes only bfloat16, and the one for rotary embeddings no separate heads.
+        own = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return {**own, **settings.vllm, "hf_overrides": {**overrides, **(settings.vllm.get("hf_overrides") or {})}}
 
 
 def _demand(settings: EngineSettings) -> EngineDemand:

@@ -88,7 +88,8 @@ class RoleClient:
         names = dict.fromkeys(name for report in reports for name in report.parts)
         sums = {name: sum(report.parts.get(name, 0.0) for report in reports) for name in names}
         first = reports[0]
-        return sums | {"grad_norm": first.grad_norm, "lr": first.learning_rate, "skipped": float(not first.applied)}
+        of_step = {"grad_norm": first.grad_norm, "lr": first.learning_rate, "skipped": float(not first.applied)}
+        return sums | of_step | first.expert_load
 
     def _shards(
         self, batch: DataProto, groups: npt.NDArray[np.int64] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def _measure(cases: list[ParityCase]) -> list[RankResult]:
 
 
 def make_random(values: Mapping[str, Any], head: Head, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Create random weights with transformers. Norms and biases are random, too, so that mix-ups are visible."""
+    """Create random weights with transformers. Norms and all biases are random, too, so that mix-ups are visible."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     options = {name: value for name, value in values.items() if name not in ("model_type", "architectures", "dtype")}
@@ -164,11 +164,10 @@ def make_random(values: Mapping[str, Any], head: Head, directory: Path, dtype: t
         torch.manual_seed(0)
         model = kind.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for parameter in _vectors(model):
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.to(dtype).save_pretrained(directory)
+            for tensor in model.state_dict().values():
+                if tensor.ndim == 1:
+                    tensor.add_(0.1 * torch.randn_like(tensor))
+            for parameter in model.parameters():
+                parameter.data = parameter.to(dtype)  # buffers stay float32, as in published files
+    model.save_pretrained(directory)
     return directory
-
-
-def _vectors(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    yield from (parameter for parameter in model.parameters() if parameter.ndim == 1)

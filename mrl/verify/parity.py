@@ -32,6 +32,7 @@ from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.scores import LossFunction, LossInput, LossOutput, ScoreRequest
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
+from mrl.models.mla import set_latent_epsilon
 from mrl.models.regions import Region, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -40,8 +41,10 @@ Floats = npt.NDArray[np.float64]
 HORIZON_TOKENS = 32
 TEMPERATURE = 0.9
 _LATER_BUDGETS = (40, 1000)
-OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01}
-"""Defaults under a case's own settings. Steps are large, so that a wrong one is visible."""
+OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "weight_decay": 0.01, "adam_eps": 1e-6}
+"""Defaults under a case's own settings. Steps are large, so that a wrong one is visible. With the usual 1e-8, Adam
+moves as far for a gradient that is only rounding as for any other, such as that of a key's bias where nothing rotates
+it."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +299,7 @@ def transformers_scores(path: str | Path, case: ParityCase) -> Floats:
     rows = make_rows(read_spec(path), case)
     kind = AutoModelForCausalLM if case.head == "lm" else AutoModelForSequenceClassification
     model = kind.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+    set_latent_epsilon(model)
     parts = []
     with torch.no_grad():
         sequences = torch.split(rows.tokens, rows.lengths.tolist())

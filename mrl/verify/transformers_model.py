@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from mrl.errors import ModelError
+from mrl.models.fp8_blocks import SCALES
 from mrl.models.hf_reader import HfReader
+from mrl.models.mla import set_latent_epsilon
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM, SCORE, Head
 
 _ROWS_AT_ONCE = 8192
@@ -105,7 +107,8 @@ def _layer(reader: HfReader, config: Any, layer: int) -> Any:
     from transformers import MODEL_MAPPING
 
     prefix = f"model.layers.{layer}."
-    names = [name for name in reader if name.startswith(prefix) and not name.endswith(".rotary_emb.inv_freq")]
+    others = (".rotary_emb.inv_freq", SCALES)
+    names = [name for name in reader if name.startswith(prefix) and not name.endswith(others)]
     tensors = {f"layers.0.{name.removeprefix(prefix)}": reader.whole(name) for name in names}
     tensors["norm.weight"] = reader.whole(NORM)
     tensors["embed_tokens.weight"] = torch.zeros(1, config.hidden_size)
@@ -122,6 +125,7 @@ def _layer(reader: HfReader, config: Any, layer: int) -> Any:
             listed = ", ".join(sorted(map(str, report[key]))[:5])
             problem = f"transformers reports {key.replace('_', ' ')} in layer {layer}: {listed}"
             raise ModelError(problem, where=str(reader.path), fix="check that config.json belongs to these weights")
+    set_latent_epsilon(model)
     if layer < config.num_hidden_layers - 1:
         model.norm = torch.nn.Identity()
     return model.eval()
@@ -131,12 +135,16 @@ def _of_one_layer(config: Any, layer: int, is_dense: bool) -> Any:
     """Return the configuration of a one-layer model of this layer, with its per-layer settings."""
     one = copy.deepcopy(config)
     one.num_hidden_layers, one.vocab_size, one.pad_token_id = 1, 1, None
+    if hasattr(one, "quantization_config"):
+        del one.quantization_config  # the reader returns the weights in float32
     if getattr(one, "layer_types", None):
         one.layer_types = [one.layer_types[layer]]
     if hasattr(one, "mlp_only_layers"):
         one.mlp_only_layers, one.decoder_sparse_step = [0] if is_dense else [], 1
     if hasattr(one, "first_k_dense_replace"):
         one.first_k_dense_replace = int(is_dense)
+    if hasattr(one, "mlp_layer_types"):
+        one.mlp_layer_types = ["dense" if is_dense else "sparse"]
     return one
 
 

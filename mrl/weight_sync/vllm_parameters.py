@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -76,6 +77,7 @@ class ParameterWriter:
     """One update of fused and sharded tensors: every parameter of the model is written exactly once."""
 
     def __init__(self, model: Module) -> None:
+        self._model = model
         self._missing = {
             f"{prefix.removesuffix(_WRAPPED)}.{name}": (owner, name)
             for prefix, owner in _owners(model).items()
@@ -112,6 +114,7 @@ class ParameterWriter:
         if self._missing:
             listed = ", ".join(sorted(self._missing)[:5])
             raise RolloutError(f"{len(self._missing)} of the model's parameters were not sent: {listed}")
+        _check_latents(self._model)
         return self._digests.read()
 
 
@@ -135,6 +138,7 @@ def load_full_tensors(model: Module, model_config: Any, tensors: Iterable[tuple[
         finalize_layerwise_reload(model, model_config)  # also after a failure, so that the next version can be loaded
     if incomplete:
         raise RolloutError(f"{len(incomplete)} of the model's modules are incomplete: {', '.join(incomplete[:5])}")
+    _check_latents(model)
     for owner in owners.values():
         for module in owner.sharers if current_platform.is_cpu() else ():
             module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
@@ -154,6 +158,8 @@ def _owners(model: Module) -> dict[str, ModuleParameters]:
     owners: dict[str, ModuleParameters] = {}
     first: dict[Parameter, ModuleParameters] = {}
     for prefix, module in model.named_modules():
+        if isinstance(module, MLAAttention):
+            continue  # its parameters are views of another module's
         parameters = dict(module.named_parameters(recurse=False))
         own = {name: parameter for name, parameter in parameters.items() if parameter not in first}
         if own:
@@ -165,6 +171,21 @@ def _owners(model: Module) -> dict[str, ModuleParameters]:
         for parameter in parameters.values():
             first[parameter].sharers.append(module)
     return owners
+
+
+@torch.no_grad()
+def _check_latents(model: Module) -> None:
+    """Raise an error if multi-latent attention decodes with other weights than those of `kv_b_proj`.
+
+    vLLM keeps two views of that weight. A kernel that keeps copies would use old ones.
+    """
+    for prefix, module in model.named_modules():
+        if not isinstance(module, MLAAttention):
+            continue
+        by_head = module.kv_b_proj.weight.view(module.num_heads, -1, module.kv_lora_rank)
+        keys, values = by_head.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
+        if not (torch.equal(module.W_UK_T, keys) and torch.equal(module.W_UV, values.transpose(1, 2))):
+            raise RolloutError("attention decodes with weights that differ from those of kv_b_proj", where=prefix)
 
 
 def _slot(module: Module, parameter: Parameter, before: Tensor | None) -> ParameterSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mrl.config.schema import MegatronModelConfig
@@ -67,3 +67,5 @@ class UpdateReport:
     grad_norm: float
     learning_rate: float
     applied: bool
+    expert_load: dict[str, float] = field(default_factory=dict)
+    """Of a model with experts."""

@@ -125,7 +125,8 @@ class ModelWorker(Worker):
 
     def update(self, rows: TokenRows, sizes: MicroBatchSizes, loss: LossFunction, scores: ScoreRequest) -> UpdateReport:
         reports, outcome = self.engine.update(rows, self.micro_batches(sizes), loss, scores)
-        return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied)
+        load = self.engine.expert_load.take() if self.engine.expert_load else {}
+        return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied, load)
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def test_the_fastest_layout_found_is_rehearsed(plan: Plan) -> None:
     assert code == 0
     fastest = text[: text.index("\nRehearsing")].partition("colocated: ")[2].splitlines()[1].strip()
     assert f"Rehearsing the fastest: configs/grpo-qwen2.5-0.5b-1n1g.yaml {fastest}\n" in text
-    assert "actor, rank 0 for the 1 ranks of stage 0: 0.494 billion parameters" in text
+    assert "actor, rank 0 for the 1 rank of stage 0: 0.494 billion parameters" in text
 
 
 def test_means_and_hardware_are_taken_from_the_command_line(plan: Plan) -> None:

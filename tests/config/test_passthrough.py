@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,10 @@ def test_what_is_refused_may_be_switched_off(override: str, valid: str, write: C
 
 TARGETS = {
     "megatron": {
-        "megatron.core.transformer.transformer_config": installed.TRANSFORMER,
+        # The class for multi-latent attention has the fields of the other one, too.
+        "megatron.core.transformer.transformer_config": replace(
+            installed.TRANSFORMER, class_name="MLATransformerConfig"
+        ),
         "megatron.core.distributed": installed.DDP,
         "megatron.core.optimizer": installed.OPTIMIZER,
     },

@@ -319,7 +319,7 @@ def models() -> str:
         names = defaultdict(list)
         for name, its_family in known_models().items():
             names[its_family].append(name)
-        for family in (FAMILIES[its_family] for its_family in names):  # not those that tests add to `FAMILIES`
+        for family in (FAMILIES[its_family] for its_family in names):  # tests add families to `FAMILIES`
             known = names[family.model_type]
             configs = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if "laptop" not in file.name]
             paths = {file: load_any_config(str(file.relative_to(ROOT))).config.model.path for file in configs}
@@ -341,7 +341,8 @@ def _parts(spec: ModelSpec) -> str:
         "bias of queries, keys and values": spec.qkv_bias,
         "norms of queries and keys": spec.qk_norm,
         "sliding window": spec.sliding_window,
-        "rotation of half of a head": spec.rope.dim < spec.head_dim,
+        "multi-latent attention": spec.mla,
+        "rotation of half of a head": not spec.mla and spec.rope.dim < spec.head_dim,
         "experts": spec.moe,
         "first layers without experts": spec.moe and spec.moe.dense_layers,
         "shared expert": spec.moe and spec.moe.shared_ffn,

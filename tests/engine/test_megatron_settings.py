@@ -56,6 +56,14 @@ TRANSFORMER: Mapping[str, Settings] = {
     "fused residuals": {"bias_dropout_fusion": True},
 }
 """Settings of how a model is computed, which must change no number of a run."""
+LATENT: Mapping[str, Settings] = {
+    "heads again": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+    "heads and attention again": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mla_up_proj", "core_attn"],
+    },
+}
+"""The same for models with multi-latent attention."""
 ON_GPUS = {"apply_rope_fusion", "gradient_accumulation_fusion", "moe_grouped_gemm", "moe_permute_fusion"}
 """No CPU computes these. Where Transformer Engine is, mrl sets them itself; tests/contracts hold what they rely on."""
 CLASSES: Mapping[Any, tuple[FieldRules, Mapping[str, Settings], set[str]]] = {
@@ -115,13 +123,13 @@ def all_steps(path: str, layout: ParallelConfig, section: str) -> dict[str, Step
     torch.manual_seed(0)
     with model_parallel(layout, seed=1) as groups:
         found = {"plain": steps(path, layout, groups, {}, {})}
-        for name, settings in {"ddp": DDP, "megatron": TRANSFORMER}[section].items():
+        for name, settings in {"ddp": DDP, "megatron": TRANSFORMER, "latent": LATENT}[section].items():
             ddp, megatron = (settings, {}) if section == "ddp" else ({}, settings)
             found[name] = steps(path, layout, groups, ddp, megatron)
     return found
 
 
-TOLERANCE = {"ddp": 1e-6, "megatron": 1e-5}
+TOLERANCE = {"ddp": 1e-6, "megatron": 1e-5, "latent": 1e-6}
 """Relative; fused activations round in another order."""
 EXPERTS = ParallelConfig(tp=2, ep=2, sequence_parallel=True)
 
@@ -133,6 +141,7 @@ EXPERTS = ParallelConfig(tp=2, ep=2, sequence_parallel=True)
         pytest.param("llama", 4, ParallelConfig(pp=2), "ddp", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 4, EXPERTS, "ddp", marks=pytest.mark.slow),
         ("qwen3_moe", 2, EXPERTS, "megatron"),
+        ("deepseek_v3", 2, EXPERTS, "latent"),
         pytest.param("llama", 2, ParallelConfig(pp=2), "megatron", marks=pytest.mark.slow),
     ],
 )

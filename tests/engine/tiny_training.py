@@ -34,18 +34,15 @@ def build(
     dtype: Literal["float32", "bfloat16"] = "float32",
     trained: bool = True,
     schedule: ScheduleConfig | None = None,
-    megatron: dict[str, Any] | None = None,
     lora: LoraConfig | None = None,
 ) -> MegatronEngine:
     """Build an engine with the weights of a tiny model."""
-    megatron = megatron or {}
-    settings = MegatronModelConfig(parallel=layout, dtype=dtype, max_tokens_per_device=64, megatron=megatron)
+    settings = MegatronModelConfig(parallel=layout, dtype=dtype, max_tokens_per_device=64)
     if trained:
         settings = TrainedModelConfig(
             parallel=layout,
             dtype=dtype,
             max_tokens_per_device=64,
-            megatron=megatron,
             optimizer={"lr": 1e-2, "weight_decay": 0.01},
             schedule=schedule or ScheduleConfig(),
             lora=lora,

@@ -108,7 +108,7 @@ def test_a_job_whose_node_never_comes_names_it_and_says_what_fits_without_it(sma
     assert (small.job() / "ended").read_text() == "1\n"
     said = (files / "latest" / "train.log").read_text()
     assert "1 of 2 nodes are not ready after 40 s: node2 has not joined" in said
-    assert "cluster.nodes=1 has 1 CPU slots for placement.pools; the search supports only GPUs.\n" in said
+    assert "cluster.nodes=1 has 1 CPU slot for placement.pools; the search supports only GPUs.\n" in said
     assert (files / "latest" / "node2.log").read_text() == "no such image\n"
     assert not (small.directory / "runs" / "small").exists(), "the run itself has not begun"
     assert left_over(small.directory) == []

@@ -12,6 +12,7 @@ from mrl.models.complete import check_adapters_complete
 from mrl.models.families import spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.layout import RankPlace
+from tests.models import published
 
 LAYOUTS = [
     Layout(),
@@ -80,3 +81,9 @@ def test_experts_are_refused_as_targets() -> None:
         adapter_tensors(SPECS["qwen3_moe"], ALL)
     attention = LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
     check_adapters_complete(SPECS["qwen3_moe"], Layout(tp=2, ep=2, sequence_parallel=True), attention)
+
+
+def test_latents_cannot_have_adapters_yet() -> None:
+    spec = spec_of(HfConfig(published.MOONLIGHT, "config.json"))
+    with pytest.raises(ModelError, match="multi-latent attention cannot have adapters yet, as in family deepseek_v3"):
+        adapter_tensors(spec, LoraConfig(rank=8, alpha=16, targets=["o_proj"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from mrl.errors import ModelError
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
-from mrl.models.spec import ModelSpec
+from mrl.models.megatron_arguments import gpt_model_arguments, transformer_arguments
+from mrl.models.spec import MlaSpec, ModelSpec
 from mrl.models.table import hf_tensors
 from tests.models import published
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import TINY_FAMILIES
+
+MLA = MlaSpec(1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+YARN = published.DEEPSEEK_V3["rope_scaling"]
 
 
 def spec_from(values: dict[str, Any], **changes: Any) -> ModelSpec:
@@ -38,6 +43,8 @@ def spec_from(values: dict[str, Any], **changes: Any) -> ModelSpec:
         (published.MIXTRAL_8X22B, 140.621),
         (published.GLM_45, 352.798),
         (published.GLM_45_AIR, 106.852),
+        (published.DEEPSEEK_V3, 671.026),
+        (published.MOONLIGHT, 15.960),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -137,28 +144,67 @@ def test_a_file_without_rope_theta_means_ten_thousand_for_llama_and_a_million_fo
 
 
 def test_transformer_config_of_experts_and_of_windows() -> None:
-    config = spec_from(published.QWEN3_235B, mlp_only_layers=[0, 5], decoder_sparse_step=2).transformer_config()
+    config = transformer_arguments(spec_from(published.QWEN3_235B, mlp_only_layers=[0, 5], decoder_sparse_step=2))
     pattern = [int(layer % 2 == 1 and layer != 5) for layer in range(94)]
     assert config["moe_layer_freq"] == pattern
     assert (config["moe_ffn_hidden_size"], config["ffn_hidden_size"]) == (1536, 12288)
     assert (config["num_moe_experts"], config["moe_router_topk"], config["qk_layernorm"]) == (128, 8, True)
     assert config["moe_router_pre_softmax"] is False
-    assert spec_from(published.QWEN3_235B, norm_topk_prob=False).transformer_config()["moe_router_pre_softmax"] is True
-    assert spec_from(published.MISTRAL_7B).transformer_config()["window_size"] == (4095, 0)
-    assert spec_from(published.QWEN25_05B).transformer_config()["add_qkv_bias"] is True
+    assert (
+        transformer_arguments(spec_from(published.QWEN3_235B, norm_topk_prob=False))["moe_router_pre_softmax"] is True
+    )
+    assert transformer_arguments(spec_from(published.MISTRAL_7B))["window_size"] == (4095, 0)
+    assert transformer_arguments(spec_from(published.QWEN25_05B))["add_qkv_bias"] is True
 
 
 def test_transformer_config_of_glm() -> None:
     spec = spec_from(published.GLM_45)
-    config = spec.transformer_config()
+    config = transformer_arguments(spec)
     assert config["moe_layer_freq"] == [0] * 3 + [1] * 89
     assert (config["moe_router_score_function"], config["moe_router_topk_scaling_factor"]) == ("sigmoid", 2.5)
     assert (config["moe_router_enable_expert_bias"], config["moe_router_bias_update_rate"]) == (True, 0.0)
     assert (config["moe_router_dtype"], config["moe_router_load_balancing_type"]) == ("fp32", "none")
     assert config["moe_shared_expert_intermediate_size"] == 1536
     assert (config["add_qkv_bias"], config["qk_layernorm"]) == (True, True)
-    assert spec.gpt_model_arguments()["rotary_percent"] == 0.5
-    assert spec_from(published.GLM_45_AIR).transformer_config()["qk_layernorm"] is False
+    assert gpt_model_arguments(spec)["rotary_percent"] == 0.5
+    assert transformer_arguments(spec_from(published.GLM_45_AIR))["qk_layernorm"] is False
+
+
+def test_transformer_config_of_deepseek() -> None:
+    config = transformer_arguments(spec_from(published.DEEPSEEK_V3))
+    latent = (config["q_lora_rank"], config["kv_lora_rank"], config["qk_head_dim"], config["qk_pos_emb_head_dim"])
+    assert latent == (1536, 512, 128, 64)
+    assert (config["v_head_dim"], config["multi_latent_attention"], config["qk_layernorm"]) == (128, True, True)
+    assert (config["moe_router_num_groups"], config["moe_router_group_topk"], config["moe_router_topk"]) == (8, 4, 8)
+    # The softmax's scale gets (0.1 ln 40 + 1)^2; cosines and sines have Megatron's plain embedding.
+    assert (config["rope_type"], config["rotary_scaling_factor"], config["mscale_all_dim"]) == ("rope", 40, 1.0)
+    config = transformer_arguments(spec_from(published.MOONLIGHT))
+    assert (config["q_lora_rank"], config["rotary_scaling_factor"], config["mscale_all_dim"]) == (None, 1.0, 0.0)
+    assert config["moe_router_num_groups"] is None
+    assert config["moe_shared_expert_intermediate_size"] == 2816
+
+
+def test_an_engine_caches_the_latents_of_a_token_whole_on_each_rank() -> None:
+    spec = spec_from(published.DEEPSEEK_V3)
+    assert {tp: spec.cached_elements(tp) for tp in (1, 8)} == dict.fromkeys((1, 8), 61 * 576)
+    assert spec_from(published.LLAMA_31_70B).cached_elements(8) == 80 * 2 * 128
+
+
+def test_a_file_says_whether_queries_have_a_latent() -> None:
+    assert spec_from(published.MOONLIGHT).mla == replace(MLA, q_rank=None)
+    without = {name: value for name, value in published.DEEPSEEK_V3.items() if name != "q_lora_rank"}
+    with pytest.raises(ModelError, match="q_lora_rank: is missing: vLLM would take the size of DeepSeek-V3"):
+        spec_from(without)
+
+
+def test_layers_of_glm_flash_without_experts_are_listed_or_counted() -> None:
+    listed = {"model_type": "glm4_moe_lite", "architectures": None, "first_k_dense_replace": None, "rms_norm_eps": 1e-5}
+    kinds = ["dense", "dense", *["sparse"] * 25]
+    spec = spec_from(published.MOONLIGHT, **listed, mlp_layer_types=kinds)
+    assert spec.moe
+    assert spec.moe.dense_layers == {0, 1}
+    with pytest.raises(ModelError, match="only before the others"):
+        spec_from(published.MOONLIGHT, **listed, mlp_layer_types=kinds[::-1])
 
 
 def test_half_of_each_head_rotates_wherever_the_file_says_so() -> None:
@@ -194,7 +240,6 @@ def test_windows_of_qwen_are_taken_for_all_layers_or_none() -> None:
         (published.LLAMA_2_7B, {"num_hidden_layers": "32"}, "num_hidden_layers: '32' is not a whole number"),
         (published.LLAMA_2_7B, {"num_key_value_heads": 5}, "32 attention heads are not a multiple of 5"),
         (published.LLAMA_2_7B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
-        (published.LLAMA_2_7B, {"quantization_config": {"bits": 4}}, "quantized weights cannot be trained"),
         (published.LLAMA_2_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, '"yarn" is not supported'),
         (published.LLAMA_2_7B, {"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: is missing"),
         (published.LLAMA_2_7B, {"rope_parameters": {"full_attention": {}}}, "only one rotary embedding for all layers"),
@@ -205,7 +250,22 @@ def test_windows_of_qwen_are_taken_for_all_layers_or_none() -> None:
         (published.QWEN3_235B, {"num_experts_per_tok": 129}, "129 experts per token, but there are only 128"),
         (published.QWEN3_235B, {"decoder_sparse_step": 100}, "none of the 94 layers has any"),
         (published.MIXTRAL_8X22B, {"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1 is not supported"),
-        (published.GLM_45, {"n_group": 8}, "n_group: 8 is not supported, only 1: mrl does not limit"),
+        (
+            published.GLM_45,
+            {"n_group": 8},
+            "topk_group: 1 of 8 groups for 8 experts per token is not supported, only 4",
+        ),
+        (published.DEEPSEEK_V3, {"scoring_func": None}, "scoring_func: is missing: vLLM would choose experts in"),
+        (published.DEEPSEEK_V3, {"topk_method": "greedy"}, "topk_method: 'greedy' is not supported"),
+        (published.DEEPSEEK_V3, {"n_group": 7}, "4 of 7 groups, of 256 experts in all"),
+        (published.DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq: 2 is not supported"),
+        (published.DEEPSEEK_V3, {"attention_bias": True}, "attention_bias: True is not supported"),
+        (published.DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_key_value_heads: 8 is not supported, only 128"),
+        (published.DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave: False is not supported"),
+        (published.DEEPSEEK_V3, {"rope_scaling": YARN | {"mscale": 0.7}}, "mscale: 0.7 is not supported, only 1.0"),
+        (published.DEEPSEEK_V3, {"rope_scaling": YARN | {"truncate": False}}, "truncate: False is not supported"),
+        (published.DEEPSEEK_V3, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor: 1.0 is not"),
+        (published.DEEPSEEK_V3, {"rope_scaling": {"type": "llama3"}}, '"llama3" is not supported, only default, lin'),
         (published.GLM_45, {"norm_topk_prob": False}, "norm_topk_prob: False is not supported"),
         (published.GLM_45, {"attention_bias": None}, "attention_bias: is missing"),
         (published.GLM_45, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5 of 128 dimensions is not"),

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from mrl.config.schema import ParallelConfig
 from mrl.errors import ModelError
 from mrl.models.families import read_spec
-from mrl.models.hf_reader import HfReader
+from mrl.models.hf_reader import HfReader, load_shard
+from mrl.models.layout import RankPlace
 from mrl.models.regions import Region, slices, tiling_problems
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
-from mrl.models.table import hf_tensors
+from mrl.models.table import hf_tensors, shards_of
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES, make_tiny
 
@@ -59,6 +61,17 @@ def test_shapes_are_those_of_every_rank(tiny: Tiny) -> None:
         spec = read_spec(tiny(family))
         ranks = [{f.name: f.shape for f in rollout_tensors(spec, EngineSizes(4), rank)} for rank in range(4)]
         assert ranks == [ranks[0]] * 4
+
+
+def test_trainer_and_engine_hold_the_gate_of_a_shared_expert_above_its_up(tiny: Tiny) -> None:
+    spec, reader = read_spec(tiny("glm4_moe")), HfReader(tiny("glm4_moe"))
+    shared, half = "model.layers.3.mlp.shared_experts.", spec.moe.shared_ffn // 2 if spec.moe else 0
+    gate_up = torch.cat([reader.whole(f"{shared}{name}_proj.weight")[half:] for name in ("gate", "up")])
+    shards = {shard.name: shard for shard in shards_of(spec, ParallelConfig(tp=2), RankPlace(tp=1), "lm")}
+    trained = shards["decoder.layers.3.mlp.shared_experts.linear_fc1.weight"]
+    assert torch.equal(load_shard(reader, trained, torch.float32), gate_up)
+    tensors = {fused.name: fused for fused in rollout_tensors(spec, EngineSizes(2), 1)}
+    assert torch.equal(assembled(reader, tensors[f"{shared}gate_up_proj.weight"]), gate_up)
 
 
 def test_routers_of_glm_are_float32_in_an_engine_of_any_dtype(tiny: Tiny) -> None:

@@ -9,7 +9,9 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -40,6 +42,27 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 128,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,  # with 64 for positions the only size that vLLM's kernels for CPUs take
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 24,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+}
+"""Sizes of models with multi-latent attention."""
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "llama_tied": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -71,10 +94,29 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            **LATENT,
+            "rope_parameters": YARN,
+            "q_lora_rank": 48,
+            "v_head_dim": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        },
+    ),
+    "glm4_moe_lite": (
+        Glm4MoeLiteConfig,
+        {**LATENT, "q_lora_rank": None, "v_head_dim": 40, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6},
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 TINY_FAMILIES = tuple(CONFIGS)
-MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "mixtral")
+MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral")
 CORRECTION_BIAS = "e_score_correction_bias"
 
 

@@ -15,7 +15,7 @@ from mrl.engine.optimizer import Optimizer
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel
 from mrl.engine.scores import ScoreRequest
-from mrl.models.spec import ModelSpec
+from mrl.models.spec import MlaSpec, ModelSpec
 from mrl.plan.activations import layer_bytes
 from mrl.plan.known_models import model_spec
 from tests.engine.tiny_training import negative_score
@@ -34,11 +34,23 @@ class SavedCase:
 def small(model: str, num_layers: int) -> ModelSpec:
     """A known model with the same parts in small."""
     spec = model_spec(model)
-    experts = {"num_experts": 4, "experts_per_token": 2, "expert_ffn": 96, "dense_layers": frozenset()}
+    experts = {
+        "num_experts": 4,
+        "experts_per_token": 2,
+        "expert_ffn": 96,
+        "dense_layers": frozenset(),
+        "num_groups": 1,
+        "groups_per_token": 1,
+    }
     moe = spec.moe and replace(spec.moe, **experts, shared_ffn=160 if spec.moe.shared_ffn else 0)  # type: ignore[arg-type]
     rope = replace(spec.rope, dim=32 * spec.rope.dim // spec.head_dim)
     sizes = {"hidden": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "ffn": 192, "vocab": VOCAB}
-    return replace(spec, num_layers=num_layers, tied=False, moe=moe, rope=rope, **sizes)  # type: ignore[arg-type]
+    if mla := spec.mla:
+        rope = replace(spec.rope, dim=8)
+        is_narrow = mla.v_dim < spec.head_dim
+        mla = MlaSpec(mla.q_rank and 48, kv_rank=40, nope_dim=24, rope_dim=8, v_dim=16 if is_narrow else 32)
+        sizes["num_kv_heads"] = 4
+    return replace(spec, num_layers=num_layers, tied=False, moe=moe, rope=rope, mla=mla, **sizes)  # type: ignore[arg-type]
 
 
 def saved_and_predicted(cases: list[SavedCase]) -> list[tuple[float, float]]:

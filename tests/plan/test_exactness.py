@@ -74,11 +74,14 @@ def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
     h, q, k, heads, kv_heads = 128, 128, 64, 4, 2
     norms = 2 * (4 * h + 4)
     head_norms = 4 * (q + k) + 4 * (heads + kv_heads)
+    latent_norms = 4 * (48 + 40) + 4 * 2
     exact: dict[SavedCase, float] = {
         SavedCase("Qwen2.5-0.5B", Layout()): norms + 2 * q,
         SavedCase("Qwen3-8B", Layout()): norms + 2 * q + head_norms,
         SavedCase("Mixtral-8x7B", Layout()): norms + 2 * q,
         SavedCase("GLM-4.5", Layout()): norms + 2 * q + head_norms,
+        SavedCase("DeepSeek-V3", Layout()): norms + latent_norms,  # the copy takes off the padding, and is planned
+        SavedCase("GLM-4.7-Flash", Layout()): norms + 2 * q + latent_norms,
     }
     if num_ranks == 2:
         whole = Layout(tp=2, sequence_parallel=True)
@@ -88,6 +91,7 @@ def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
             SavedCase("Qwen3-8B", whole): norms / 2 + q + head_norms / 2,
             SavedCase("Mixtral-8x7B", whole): norms / 2 + q,
             SavedCase("GLM-4.5-Air", whole): norms / 2 + q,
+            SavedCase("DeepSeek-V3", whole): (norms + latent_norms) / 2,
         }
     found = run_distributed(num_ranks, saved_and_predicted, list(exact), timeout_s=LIMIT_S)
     for rank in found:

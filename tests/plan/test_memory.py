@@ -138,6 +138,15 @@ def test_recomputation_and_pipelines_change_what_is_kept() -> None:
     assert kept(stage=3, parallel=interleaved) == pytest.approx(5 * (4 * layer.total + sent / 2), rel=1e-6)
 
 
+def test_recomputed_heads_of_latents_are_not_kept() -> None:
+    spec = model_spec("Moonlight-16B-A3B")
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
+    kept, again = (
+        stage_activations(spec, trained(megatron=megatron), 0, 1).kept / 1000 for megatron in ({}, selective)
+    )
+    assert kept - again == pytest.approx(27 * 2 * 2 * 16 * 192, rel=1e-6), "queries and keys, in bfloat16"
+
+
 def test_backward_in_a_layer_takes_what_a_7b_takes_by_hand() -> None:
     """Qwen2.5-7B, tp 2 with sequence parallelism, fused kernels, the MLP recomputed: h 3584, q 3584, k 512, f 18944."""
     mlp = {"actor__megatron__recompute_granularity": "selective", "actor__megatron__recompute_modules": "[mlp]"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from mrl.cli.rehearse import recorded_routing
 from mrl.data.packing import PackingRules, RowCost
 from mrl.data.row_files import write_samples
-from mrl.errors import DataError
+from mrl.errors import ConfigError, DataError
 from mrl.rehearse.batches import RowLengths
 from mrl.rehearse.lengths import fullest
 
@@ -25,7 +27,7 @@ def test_the_fullest_micro_batch_of_all_steps_is_found(tmp_path: Path) -> None:
     most = fullest(tmp_path, num_ranks=2, max_tokens=64, rules=RULES)
     assert most.file == "step-000002.parquet"
     assert most.rows == [RowLengths(1, 62)]
-    assert str(most) == "1 rows with 63 tokens, the fullest micro-batch of step-000002.parquet"
+    assert str(most) == "1 row with 63 tokens, the fullest micro-batch of step-000002.parquet"
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,13 @@ def test_samples_without_lengths_are_refused(
     with pytest.raises(DataError, match=message) as raised:
         fullest(tmp_path, 1, 64, RULES)
     assert "response_tokens" in raised.value.fix
+
+
+def test_the_routing_of_a_run_is_that_of_its_worst_update(tmp_path: Path) -> None:
+    lines = [{"step": 0}, *({"step": step, "actor/experts/busiest_rank": 1 + step / 10} for step in (1, 3, 2))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert recorded_routing(str(tmp_path)) == 1.3
+    assert (recorded_routing("2.5"), recorded_routing(None)) == (2.5, None)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "actor/grad_norm": 1.0}) + "\n")
+    with pytest.raises(ConfigError, match="no step of the run recorded actor/experts/busiest_rank"):
+        recorded_routing(str(tmp_path))

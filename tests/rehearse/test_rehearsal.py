@@ -101,7 +101,7 @@ def test_a_loss_of_ones_own_is_in_it(capsys: pytest.CaptureFixture[str]) -> None
     ]
     assert main(["rehearse", *arguments]) == 1
     error = capsys.readouterr().err
-    assert "actor, rank 0 for the 1 ranks of stage 0: RuntimeError" in error
+    assert "actor, rank 0 for the 1 rank of stage 0: RuntimeError" in error
     assert "tests/rehearse/losses.py:" in error
     assert "with_wrong_shape" in error
 

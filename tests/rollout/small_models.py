@@ -16,7 +16,9 @@ def make_small(family: str, directory: Path, seed: int, tied: bool = False) -> P
     """Save a random float32 model with head size 32. Norms and all biases are random, too."""
     torch.manual_seed(seed)
     config = tiny_config(family)
-    config.head_dim, config.tie_word_embeddings = 32, tied
+    config.tie_word_embeddings = tied
+    if not hasattr(config, "kv_lora_rank"):
+        config.head_dim = 32
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

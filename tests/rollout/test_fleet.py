@@ -32,20 +32,28 @@ if TYPE_CHECKING:
 SAMPLING = Sampling(stop_token_ids=(7, 8))
 WANTED = requests(6, 4, 40)
 NUMBERS = itertools.count()
+LETHAL = "tests.rollout.lethal_engine:LethalEngine"
+WHOLE_EXPERTS = "tests.rollout.expert_parallel_engine:ExpertParallelEngine"
 
 
 class Fleet:
     """A fleet and its trainer side. Each version has the weights of another random model."""
 
     def __init__(
-        self, context: RunContext, small: Callable[[int], Path], num_replicas: int, engine: str, tp: int = 1
+        self,
+        context: RunContext,
+        small: Callable[[int], Path],
+        num_replicas: int,
+        engine: str,
+        tp: int = 1,
+        ep: int = 1,
     ) -> None:
         from mrl.rollout.fleet import RolloutFleet  # loads Ray
 
         # vLLM's start and first step take long where others compute as well.
         patient = dataclasses.replace(context.deadlines, start_s=300, call_s=120)
         self.context = dataclasses.replace(context, deadlines=patient)
-        self.small, self.engine, self.tp = small, engine, tp
+        self.small, self.engine, self.tp, self.ep = small, engine, tp, ep
         self.unsent = ""
         """A tensor that the trainer forgets."""
         self.role = f"rollout{next(NUMBERS)}"
@@ -57,7 +65,8 @@ class Fleet:
         sockets = self.context.run_directory / "handover"
         sockets.mkdir(mode=0o700, exist_ok=True)
         name = f"{self.role}-{replica}"
-        return EngineSettings(self.small(0), "float32", "cpu", MAX_TOKENS, VOCAB, sockets, name, self.tp, VLLM)
+        vllm = {**VLLM, "enable_expert_parallel": self.ep > 1}
+        return EngineSettings(self.small(0), "float32", "cpu", MAX_TOKENS, VOCAB, sockets, name, self.tp, vllm)
 
     def start(self, replica: int) -> RayWorkerGroup:
         """A replica on one device of the session's pool."""
@@ -74,7 +83,7 @@ class Fleet:
         model = self.small(version)
         sending = []
         for replica, rank in itertools.product(replicas, range(self.tp)):
-            tensors = fused(model, self.tp, rank) if self.engine == "vllm" else whole(model)
+            tensors = fused(model, self.tp, rank, self.ep) if self.engine != LETHAL else whole(model)
             sent = [entry for entry in tensors if entry[0] != self.unsent]
             sending.append(InBackground(send, self.settings(replica), version, sent, rank))
         for each in sending:
@@ -94,7 +103,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(run_context: RunContext, small: Small) -> Iterator[Fleet]:
     """Two replicas for all tests. If a test kills one, the next test starts its replacement."""
-    made = Fleet(run_context, partial(small, "qwen3"), 2, "tests.rollout.lethal_engine:LethalEngine")
+    made = Fleet(run_context, partial(small, "qwen3"), 2, LETHAL)
     yield made
     made.fleet.close()
 
@@ -189,8 +198,9 @@ def test_a_prompt_that_two_replicas_do_not_survive_is_named(fleet: Fleet, prompt
 
 @pytest.fixture
 def vllm_fleet(run_context: RunContext, small: Small, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    family, num_replicas, tp = request.param
-    made = Fleet(run_context, partial(small, family), num_replicas, "vllm", tp)
+    family, num_replicas, *sizes = request.param
+    engine = "vllm" if len(sizes) == 1 else WHOLE_EXPERTS
+    made = Fleet(run_context, partial(small, family), num_replicas, engine, *sizes)
     yield made
     made.fleet.close()
 
@@ -227,8 +237,13 @@ def test_a_replica_of_several_processes_dies_as_a_whole(vllm_fleet: Fleet, alone
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("vllm_fleet", "family"),
-    [((family, 1, 2), family) for family in ("qwen3_moe", "glm4_moe")],
+    [
+        (("qwen3_moe", 1, 2), "qwen3_moe"),
+        (("glm4_moe", 1, 2, 2), "glm4_moe"),
+        (("deepseek_v3", 1, 2), "deepseek_v3"),
+    ],
     indirect=["vllm_fleet"],
+    ids=["parts of all experts", "whole experts and parts of the shared one", "some heads of latents"],
 )
 def test_every_rank_of_an_engine_takes_its_own_shard(
     vllm_fleet: Fleet, family: str, make_engine: Callable[..., RolloutEngine], small: Small

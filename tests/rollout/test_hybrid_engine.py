@@ -479,7 +479,7 @@ def test_each_engine_is_made_from_the_runs_settings(make: Callable[..., Made], t
 def test_engines_say_how_they_are_split(
     make: Callable[..., Made], family: str, vllm: str, because: str, sizes: EngineSizes
 ) -> None:
-    engine, stage = make(TOGETHER, family, vllm=vllm)
+    engine, stage = make(TOGETHER, family, vllm=vllm, device="gpu")
     stage.answers["rollout-0", "full_tensor_reason"] = lambda: because
     engine.connect()
     assert stage.arguments["actor", "prepare_sending"][0].layout.sizes == sizes

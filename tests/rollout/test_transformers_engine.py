@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from mrl.errors import RolloutError
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import GenerationRequest, Sampling
 from mrl.rollout.transformers_engine import sampled_log_probs
+from tests.models.quantized import quantize
 from tests.rollout.conftest import Small, requests, run
 from tests.rollout.trainer_side import InBackground, send, update, whole
 
@@ -119,3 +122,9 @@ def test_a_sample_ends_with_the_first_stop_token_or_at_its_length(engine: Rollou
     assert run(engine, [dataclasses.replace(cut, max_tokens=first)], Sampling(stop_token_ids=(stop,)))[
         request.key
     ].finish == ("length" if first else "stop")
+
+
+def test_a_model_in_fp8_is_refused(make_engine: Callable[..., RolloutEngine], small: Small, tmp_path: Path) -> None:
+    quantized = quantize(Path(shutil.copytree(small("qwen3"), tmp_path / "fp8")))
+    with pytest.raises(RolloutError, match=r"fp8: this engine does not load models in FP8\s*fix: rollout.engine=vllm"):
+        make_engine("transformers", quantized)

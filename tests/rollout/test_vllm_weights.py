@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.nn import Parameter
 
 from mrl.errors import RolloutError
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import Sampling
+from tests.models.quantized import quantize
 from tests.rollout.conftest import Small, requests
 from tests.rollout.test_vllm_engine import assert_same
 from tests.rollout.trainer_side import InBackground, fused, send, update, whole
 
 MODELS = [("qwen3", True), ("qwen3_moe", False)]
-SLOW_MODELS = [("qwen3", False), ("llama", False), ("mixtral", False), ("qwen3_moe", True), ("glm4_moe", False)]
+SLOW_MODELS = [("qwen3", False), ("llama", False), ("mixtral", False), ("qwen3_moe", True)]
+SLOW_MODELS += [(family, False) for family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite")]
 SAMPLING = Sampling(temperature=0.9)
 Make = Callable[..., RolloutEngine]
 
@@ -152,3 +157,35 @@ def test_experts_that_stay_behind_are_seen_in_the_log_probs(
         assert_same(engine, oracle, requests(2, 1, 4), SAMPLING)
     update(engine, small("qwen3_moe", 1), 1)
     assert_same(engine, oracle, requests(2, 1, 4), SAMPLING)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["W_UK_T", "W_UV"])
+def test_old_copies_of_a_weight_of_latents_end_the_update(make_engine: Make, small: Small, name: str) -> None:
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    def copy(worker: Any) -> None:
+        modules = worker.model_runner.model.modules()
+        attention = next(module for module in modules if isinstance(module, MLAAttention))
+        setattr(attention, name, Parameter(getattr(attention, name).clone(), requires_grad=False))
+
+    engine: Any = make_engine("vllm", small("deepseek_v3"))
+    engine._engine.collective_rpc(copy)
+    sending = InBackground(send, engine.settings, 1, fused(small("deepseek_v3", 1)))
+    with pytest.raises(
+        RolloutError, match=r"layers\.0\..*: attention decodes with weights that differ from those of kv"
+    ):
+        engine.receive_weights(1)
+    with pytest.raises(RolloutError, match="decodes with weights that differ"):
+        sending.result()
+
+
+@pytest.mark.slow
+def test_an_engine_of_a_model_in_fp8_computes_with_the_unquantized_weights_it_is_sent(
+    make_engine: Make, small: Small, tmp_path: Path
+) -> None:
+    quantized = quantize(Path(shutil.copytree(small("qwen3"), tmp_path / "fp8")))
+    engine = make_engine("vllm", quantized)
+    assert not engine.full_tensor_reason
+    oracle = make_engine("transformers", small("qwen3"))
+    assert_follows(engine, oracle, [quantized])

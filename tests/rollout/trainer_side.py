@@ -23,10 +23,10 @@ SLOT_BYTES = 1 << 20
 DEADLINE_S = 60.0
 
 
-def fused(model: Path, tp: int = 1, rank: int = 0) -> Iterator[tuple[str, Tensor]]:
+def fused(model: Path, tp: int = 1, rank: int = 0, ep: int = 1) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one rank of a vLLM engine."""
     reader = HfReader(model)
-    for entry in rollout_tensors(read_spec(model), EngineSizes(tp), rank):
+    for entry in rollout_tensors(read_spec(model), EngineSizes(tp, ep), rank):
         tensor = torch.zeros(entry.shape)
         matrix = tensor.view(-1, entry.shape[-1]) if len(entry.shape) > 1 else tensor
         for piece in entry.pieces:

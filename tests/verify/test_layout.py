@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mrl.cli.main import main
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
@@ -28,6 +29,7 @@ LAYOUTS = [
     ("Qwen2.5-0.5B", ParallelConfig(pp=2, vpp=2)),
     ("Qwen3-30B-A3B", ParallelConfig(tp=4, ep=8, etp=2)),
     ("Mixtral-8x22B", ParallelConfig(tp=2, pp=4, ep=4)),
+    ("GLM-4.5-Air", ParallelConfig(tp=2, pp=2, ep=16)),
 ]
 
 
@@ -42,6 +44,15 @@ def test_a_small_model_is_divided_as_the_large_one(name: str, parallel: Parallel
     assert (small.num_kv_heads < parallel.tp) == (large.num_kv_heads < parallel.tp)
     assert (small.num_heads > small.num_kv_heads) == (large.num_heads > large.num_kv_heads)
     assert small.num_parameters < 2_000_000
+
+
+def test_all_vectors_of_a_random_model_show_a_mix_up_and_correction_biases_are_float32(tmp_path: Path) -> None:
+    values = small_config(model_values("GLM-4.5-Air"), ParallelConfig())
+    tensors = load_file(layout.make_random(values, "lm", tmp_path, torch.bfloat16) / "model.safetensors")
+    vectors = {name: tensor.float() for name, tensor in tensors.items() if tensor.ndim == 1}
+    assert [name for name, vector in vectors.items() if len(vector.unique()) < len(vector) / 2] == []
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert [name for name, tensor in tensors.items() if tensor.dtype != torch.bfloat16] == [bias]
 
 
 def test_few_ranks_show_a_layout() -> None:

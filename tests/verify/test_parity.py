@@ -41,6 +41,11 @@ LAYOUTS = {
         Layout(pp=2, vpp=2, ep=2),  # the stage with the layer without experts has fewer routers
         Layout(tp=2, cp=2, sequence_parallel=True),
     ],
+    "deepseek_v3": [
+        Layout(tp=2, ep=2, sequence_parallel=True),  # each rank has some heads, and the latents whole
+        Layout(pp=2, vpp=2, ep=2),
+        Layout(tp=2, cp=2, sequence_parallel=True),
+    ],
 }
 MODES = sorted(AGGREGATIONS)
 
@@ -54,7 +59,7 @@ def assert_equal(one: ParityResult, other: ParityResult) -> None:
     difference = Difference.between(one, other)
     assert difference.scores < 2e-5, difference
     assert max(difference.loss, difference.grad_norm) < 1e-5, difference
-    assert difference.parameters < 1e-4, difference
+    assert difference.parameters < 1e-5, difference
 
 
 @pytest.mark.parametrize("family", LAYOUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrl.errors import ModelError
+from mrl.models.families import FAMILIES
 from mrl.models.table import Head
 from mrl.verify import transformers_model
 from mrl.verify.transformers_model import ModelAnswer, answer
@@ -21,7 +23,7 @@ TOKENS = torch.arange(40) * 7 % 131
 
 
 HEADS: list[tuple[str, Head]] = [(family, "lm") for family in TINY_FAMILIES]
-HEADS += [(family, "score") for family in TINY_FAMILIES if family != "glm4_moe"]
+HEADS += [(family, "score") for family in TINY_FAMILIES if FAMILIES[family.removesuffix("_tied")].has_score_head]
 
 
 @pytest.mark.parametrize(("family", "head"), HEADS)
@@ -44,6 +46,18 @@ def test_layer_by_layer_is_the_whole_model(
             assert found.scores_T is not None
             torch.testing.assert_close(found.scores_T, model.score(hidden)[:, 0], atol=2e-5, rtol=0)
     torch.testing.assert_close(found.hidden_TH, hidden, atol=2e-5, rtol=0)
+
+
+def test_latents_have_the_epsilon_of_the_file_as_in_vllm(tmp_path: Path) -> None:
+    config = json.loads((make_tiny("deepseek_v3", tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for layer in model.model.layers:
+        for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+            norm.variance_epsilon = 0.1
+    with torch.no_grad():
+        hidden = model.model(TOKENS[None]).last_hidden_state[0, :-1]
+    torch.testing.assert_close(answer(tmp_path, "lm", TOKENS).hidden_TH, hidden, atol=2e-5, rtol=0)
 
 
 def test_a_model_below_a_new_score_head_has_no_values(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Megatron's settings of a model and its computation: set by mrl, accepted, or refused.
 
-Every field of `TransformerConfig` is in one of the three groups, in both Megatron versions
-(tests/config/test_fields.py). Fields that describe the model come from its `config.json`: another value would train a
-model that no export describes.
+Every field of `TransformerConfig`, and of its form for multi-latent attention, is in one of the three groups, in both
+Megatron versions (tests/config/test_fields.py). Fields that describe the model come from its `config.json`: another
+value would train a model that no export describes.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ OWNED = {
             *("softmax_scale", "softmax_type", "rotary_interleaved", "no_rope_freq", "mrope_section"),
             *("window_size", "window_attn_skip_freq", "multi_latent_attention", "apply_query_key_layer_scaling"),
             *("experimental_attention_variant", "linear_attention_freq", "heterogeneous_block_specs"),
+            # multi-latent attention, and its rotary embedding
+            *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+            *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor"),
+            *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
             # experts
             *("num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_latent_size"),
             *("moe_router_topk", "moe_router_topk_limited_devices", "moe_router_num_groups", "moe_router_group_topk"),
@@ -94,7 +98,8 @@ TRANSFORMER = FieldRules(
         "recompute_granularity": (),
         "recompute_method": (),
         "recompute_num_layers": (),
-        "recompute_modules": ("core_attn", "mlp", "moe", "moe_act"),  # the last one only on GPUs, with grouped experts
+        # moe_act only on GPUs, with grouped experts; mla_up_proj only with multi-latent attention
+        "recompute_modules": ("core_attn", "mlp", "moe", "moe_act", "mla_up_proj"),
         "bias_activation_fusion": (),
         "bias_dropout_fusion": (),
         # Only on GPUs, where they are on by default; checked by tests/contracts and benchmarks/gpu.py.
@@ -160,6 +165,8 @@ TRANSFORMER = FieldRules(
         ),
         **dict.fromkeys(("use_te_rng_tracker", "inference_*", "use_inference_*", "flash_decode"), _INFERENCE),
         **dict.fromkeys(("nccl_all_reduce_for_prefill", "mlp_chunks_for_prefill"), _INFERENCE),
+        "cache_mla_latents": _INFERENCE,
+        "mla_down_proj_fusion": "it joins two parameters that the tables keep apart",
         **dict.fromkeys(("log_max_attention_logit", "moe_per_layer_logging", "config_logger_dir", "timers"), UNSEEN),
         "test_mode": UNSEEN,
     },

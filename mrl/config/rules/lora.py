@@ -25,10 +25,19 @@ def check_lora(config: AnyConfig) -> Iterator[Problem]:
             yield from _engines(config, model.lora.rank)
 
 
-def check_lora_targets(role: str, model: TrainedModelConfig, num_experts: int | None) -> Iterator[Problem]:
-    """Refuse adapters of the MLPs in a model with experts."""
-    if model.lora is None or num_experts is None:
+def check_lora_targets(
+    role: str, model: TrainedModelConfig, num_experts: int | None, latent: int | None, device: str
+) -> Iterator[Problem]:
+    """Refuse adapters of modules that cannot have any yet, and engines that cannot apply them."""
+    if model.lora is None:
         return
+    if latent is not None:
+        yield problem(f"{role}.lora", "multi-latent attention cannot have adapters yet", f"{role}.lora=null")
+    if num_experts is None:
+        return
+    if device == "cpu" and role == "actor" and model.lora.sync == "adapters":
+        what = "on a CPU, vLLM applies no adapters in a model with experts"
+        yield problem(f"{role}.lora.sync", what, f"{role}.lora.sync=merged")
     if wrong := sorted(model.lora.modules & set(TARGETS) - set(ATTENTION_TARGETS)):
         key = f"{role}.lora.targets"
         what = (
@@ -45,6 +54,9 @@ def _engines(config: Config, rank: int) -> Iterator[Problem]:
     if rank > MAX_ENGINE_RANK:
         what = f"vLLM applies adapters up to rank {MAX_ENGINE_RANK}, not {rank}"
         yield problem(key, what, f"{merged}, or actor.lora.rank={MAX_ENGINE_RANK}")
+    if config.cluster.nodes > 1:
+        what = f"engines read the adapters from files of one machine, but there are {config.cluster.nodes}"
+        yield problem(key, what, merged)
     if config.asynchrony.weights == "in_flight":
         what = "adapters cannot arrive between two tokens of a sample yet"
         yield problem(key, what, f"{merged}, or asynchrony.weights=between")

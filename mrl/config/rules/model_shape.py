@@ -22,9 +22,13 @@ _NAMES = {
     "kv_heads": ("num_key_value_heads",),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "positions": ("max_position_embeddings",),
+    "latent": ("kv_lora_rank",),
 }
 
-_WITHOUT_SCORES = {"glm4_moe": "Glm4MoeForSequenceClassification"}
+_WITHOUT_SCORES = {
+    "glm4_moe": "Glm4MoeForSequenceClassification",
+    "glm4_moe_lite": "Glm4MoeLiteForSequenceClassification",
+}
 """Family without a class for scores in transformers -> name of the class."""
 
 
@@ -40,6 +44,8 @@ class ModelShape:
     window: int | None = None
     """Largest number of tokens that attention sees. None if every layer sees all tokens."""
     family: str | None = None
+    latent: int | None = None
+    """Size of the latent of keys and values, with multi-latent attention."""
 
 
 def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
@@ -87,7 +93,8 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
         yield from _experts(role, model, shape)
         if isinstance(model, TrainedModelConfig):
-            yield from check_lora_targets(role, model, shape.experts)
+            yield from check_lora_targets(role, model, shape.experts, shape.latent, config.cluster.device)
+        yield from _latent(role, model, shape)
         if config.cluster.device == "gpu":
             yield from _window(f"{role}.parallel.cp", model.parallel.cp, shape)
     if isinstance(config, Config) and "actor" in roles:
@@ -104,6 +111,17 @@ def _score_head(config: AnyConfig, role: str, shape: ModelShape) -> Iterator[Pro
         yield problem(
             config.model_of(role)[0], what, "use a model of another family for it, or an algorithm without it"
         )
+
+
+def _latent(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse settings that exist for one kind of attention only."""
+    key, modules = f"{role}.megatron", model.megatron.get("recompute_modules") or ()
+    if shape.latent is not None and model.megatron.get("apply_rope_fusion"):
+        what = "with multi-latent attention, Megatron's fused kernel does not take the model's frequencies"
+        yield problem(f"{key}.apply_rope_fusion", what, "remove this key")
+    if shape.latent is None and shape.layers is not None and "mla_up_proj" in modules:
+        what = "mla_up_proj, but the model has no multi-latent attention"
+        yield problem(f"{key}.recompute_modules", what, "remove it from the list")
 
 
 def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:

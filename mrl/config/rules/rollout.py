@@ -23,6 +23,10 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         elif replicas is not None and replicas * tp > devices:
             fix = f"rollout.replicas={devices // tp}" if devices >= tp else f"rollout.tp={devices}"
             yield problem("rollout.replicas", f"{replicas} engines with {tp} devices each do not fit on {pool}", fix)
+    if config.cluster.device == "cpu" and tp > 1 and config.rollout.vllm.get("enable_expert_parallel"):
+        key = "rollout.vllm.enable_expert_parallel"
+        what = f"true: vLLM's kernels for experts on a CPU ignore which experts a rank has, and crash with tp {tp}"
+        yield problem(key, what, f"{key}=false, or rollout.tp=1")
     if config.asynchrony.ahead:
         yield from _sampled_ahead(config)
 

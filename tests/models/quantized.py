@@ -1,0 +1,32 @@
+"""Models whose projections are in FP8 with scales per block, as published files have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+BLOCK = 16, 32
+SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*BLOCK], "activation_scheme": "dynamic"}
+
+
+def quantize(path: Path) -> Path:
+    """Quantize the projections of a model directory in place. Many end with smaller blocks."""
+    tensors = load_file(path / "model.safetensors")
+    noise = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if "_proj" in name]:
+        rows, columns = tensors[name].shape
+        scales = torch.rand(-(-rows // BLOCK[0]), -(-columns // BLOCK[1]), generator=noise) + 0.5
+        tensors[name] = (tensors[name] / expanded(scales, rows, columns)).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": SETTINGS}))
+    return path
+
+
+def expanded(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return the scale of each element of a matrix."""
+    return scales.repeat_interleave(BLOCK[0], 0)[:rows].repeat_interleave(BLOCK[1], 1)[:, :columns]
