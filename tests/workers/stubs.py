@@ -129,6 +129,7 @@ class StubEngine:
         self.scores = scores
         self.memory = StubMemory()
         self.adapters: object = None
+        self.expert_load: object = None
         self.calls: list[Call] = []
 
     def _note(self, rows: TokenRows, micro_batches: Sequence[npt.NDArray[np.int64]], request: ScoreRequest) -> None:
