@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 import ray
@@ -13,6 +14,7 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mrl.controller.network import Endpoint
 from mrl.controller.node_agent import NodeAgent
 from mrl.errors import PlacementError, TooFewDevices
 from mrl.registry import load_attribute
@@ -143,12 +145,21 @@ def broken_links(nodes: Sequence[LinkedNode], deadline_s: float) -> list[str]:
     answers = _ask(references, deadline_s)
     _ask([node.agent.stop_listening.remote() for node in nodes], deadline_s)
     broken = [
-        f"{node.name} cannot reach {target.name} at {end.address} ({end.interface}): {reason}"
+        f"{node.name} cannot reach {target.name} at {end.address} ({end.interface}): {problem}"
         for node, targets, reasons in zip(nodes, pairs, answers, strict=True)
         for (target, end), reason in zip(targets, reasons, strict=True)
-        if reason
+        if (problem := _loopback_problem(end) or reason)
     ]
     return broken[:_MAX_SAID] + [f"and {len(broken) - _MAX_SAID} more"] * (len(broken) > _MAX_SAID)
+
+
+def _loopback_problem(endpoint: Endpoint) -> str:
+    """Return a problem if a node listens on its loopback.
+
+    Another node that connects to this address reaches itself. If it happens to listen on the same port, the link would
+    seem to work.
+    """
+    return "this is the loopback of that node" if ip_address(endpoint.address).is_loopback else ""
 
 
 def _ask(questions: list[Any], deadline_s: float) -> list[Any]:

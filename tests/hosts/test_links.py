@@ -51,9 +51,9 @@ def test_pairs_of_hosts_that_do_not_reach_each_other_are_named(tmp_path: Path, m
             output = three[0].mrl("check", str(config), cluster, cwd=tmp_path, code=2)
             refused = three[0].mrl("train", str(config), cluster, cwd=tmp_path, code=1)
     expected = [
-        "node2 cannot reach node1 at 127.0.0.1 (lo): Connection refused",
+        "node2 cannot reach node1 at 127.0.0.1 (lo): this is the loopback of that node",
         "node2 cannot reach node3 at 10.77.0.3 (ens7): No route to host",
-        "node3 cannot reach node1 at 127.0.0.1 (lo): Connection refused",
+        "node3 cannot reach node1 at 127.0.0.1 (lo): this is the loopback of that node",
         "node3 cannot reach node2 at 10.77.0.2 (eth0): no answer within 5 s",
     ]
     assert re.findall(r"fail +network: (.*)", output) == expected
