@@ -92,6 +92,7 @@ NAME = "model.layers.1.self_attn.o_proj.weight"
         (lambda t: t.pop(f"{NAME}_scale_inv"), f"{NAME}_scale_inv is missing: without scales the numbers of {NAME}"),
         (lambda t: t.update({f"{NAME}_scale_inv": torch.ones(2, 2)}), "_scale_inv has shape [2, 2], not [4, 2]"),
         (lambda t: t.update({f"{NAME}_scale_inv": torch.ones(4, 2).bfloat16()}), "_scale_inv holds BF16, not F32"),
+        (lambda t: t.update({NAME: t[NAME].bfloat16()}), f"{NAME} holds BF16, but has scales for FP8: its numbers may"),
     ],
 )
 def test_wrong_scales_are_named(quantized: Path, tmp_path: Path, change: Any, message: str) -> None:
