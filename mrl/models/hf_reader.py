@@ -86,7 +86,7 @@ class HfReader:
                 problems += self._quantization_problems(name, shape, dtype)
             elif (weight := name.removesuffix(fp8_blocks.SCALES)) in expected and self.block:
                 if weight in self and (kind := self._slice(weight).get_dtype()) != fp8_blocks.FILE_TYPE:
-                    problems.append(f"{weight} holds {kind}, but has scales for FP8: its numbers may lack them")
+                    problems.append(f"{weight} holds {kind}, but has scales for FP8: its numbers may be unscaled")
             elif name not in ignorable and not name.endswith(".rotary_emb.inv_freq"):
                 problems.append(f"{name} is unexpected")
         if problems:
