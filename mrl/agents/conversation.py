@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mrl.errors import AgentError
-from mrl.rollout.requests import GenerationRequest
+from mrl.rollout.requests import GenerationRequest, StoredRoutes
 
 Ids = npt.NDArray[np.int32]
 Finish = Literal["stop", "length"]
@@ -47,6 +47,8 @@ class Conversation:
         """Log-prob of each token of the response from the engine that drew it; NaN, never 0, for observations."""
         self.versions: Ids = np.empty(0, np.int32)
         """Weight version that drew each token of the response; -1 for observations."""
+        self.routes: StoredRoutes | None = None
+        """Routes of all tokens but the last, if the engines return them."""
         self.turns: list[WrittenTurn] = []
         self.ended = ""
         """How the conversation ended. Empty while it continues."""
@@ -76,6 +78,7 @@ class Conversation:
             prompt_ids=self.context_ids,
             seed=derived_seed(self._seed, "turn", turn),
             max_tokens=min(max_turn_tokens, self.room),
+            routes=self.routes,
         )
 
     def write(self, ids: Ids, log_probs: npt.NDArray[np.float32], finish: Finish, versions: Ids | int = 0) -> None:

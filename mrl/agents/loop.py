@@ -182,6 +182,7 @@ class Dialogs:
         dialog = self._writing.pop(generated.key)
         num_read = len(dialog.begun.context_ids)
         dialog.begun.write(generated.token_ids, generated.log_probs, generated.finish, generated.token_versions())
+        dialog.begun.routes = generated.stored_routes
         dialog.writers.append(dialog.current)
         dialog.home = generated.replica
         if dialog.environment is None:

@@ -135,5 +135,9 @@ class AlgorithmConfig:
     correction: CorrectionConfig | None = None
     """Importance weights for the mismatch of engine and trainer, reported as `mismatch/rollout_is_*`: mean weight,
     effective sample size (1: all weights are equal), shares of ratios beyond the bounds. Null only measures them."""
+    router_replay: Literal["none", "R2", "R3"] = "none"
+    """For mixtures of experts. `R3`: log-probs and updates use the experts that the engine chose for each token, in
+    all layers. `R2`: updates use the experts that the trainer chose when it computed the old log-probs. `none`: the
+    trainer's routers choose each time, and their choice may differ from the engine's."""
     distillation: DistillationConfig | None = None
     """Learning from the model in the section `teacher`, with or without rewards. Null uses no teacher."""

@@ -15,7 +15,7 @@ from mrl.config.schema import Config
 
 Columns = tuple[str, ...]
 SAMPLE_COLUMNS: Columns = ("prompts", "responses", "rollout_log_probs", "scores")
-OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask", "staleness")
+OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask", "staleness", "routes")
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,17 @@ def _needed_for_advantages(config: Config) -> Columns:
     return estimator.get(config.algorithm.advantage, ()) + kl
 
 
+def _routes(config: Config) -> Columns:
+    return ("routes",) if config.algorithm.router_replay != "none" else ()
+
+
 def _needed_by_actor(config: Config) -> Columns:
     needed = {
         "old_log_probs": updates_per_step(config.batch) > 1,
         "ref_log_probs": _charges_kl(config, "loss"),
         "rollout_log_probs": config.algorithm.correction is not None,
     }
-    return tuple(name for name, is_needed in needed.items() if is_needed) + _taught(config)
+    return tuple(name for name, is_needed in needed.items() if is_needed) + _taught(config) + _routes(config)
 
 
 TEACHER_COLUMNS: Columns = ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_hidden")
@@ -100,9 +104,18 @@ LOG_PROB = StepCall(
     role="actor",
     method="compute_log_prob",
     when="several updates a step, KL in the reward, or a correction",
-    is_made=needs_old_log_probs,
+    is_made=lambda config: needs_old_log_probs(config) and config.algorithm.router_replay != "R2",
     writes=("old_log_probs",),
-    optional=("response_mask", "rollout_log_probs", "staleness"),
+    optional=("response_mask", "rollout_log_probs", "staleness", "routes"),
+    needs=_routes,
+)
+LOG_PROB_WITH_ROUTES = StepCall(
+    role="actor",
+    method="compute_log_prob_with_routes",
+    when="`algorithm.router_replay` is `R2`",
+    is_made=lambda config: config.algorithm.router_replay == "R2",
+    writes=("old_log_probs", "routes"),
+    optional=LOG_PROB.optional[:-1],
 )
 REF_LOG_PROB = StepCall(
     role="actor",
@@ -159,7 +172,7 @@ UPDATE_ACTOR = StepCall(
     when="always, after `training.critic_warmup_steps`; once per update",
     is_made=lambda config: True,
     reads=("prompts", "responses", "advantages"),
-    optional=("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", *TEACHER_COLUMNS),
+    optional=("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", *TEACHER_COLUMNS, "routes"),
     needs=_needed_by_actor,
 )
 STEP = (
@@ -168,6 +181,7 @@ STEP = (
     TEACHER_TOP_K,
     TEACHER_HIDDEN,
     LOG_PROB,
+    LOG_PROB_WITH_ROUTES,
     REF_LOG_PROB,
     REFERENCE_LOG_PROB,
     VALUES,

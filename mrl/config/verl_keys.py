@@ -99,6 +99,7 @@ NAMES: Mapping[str, tuple[str, Convert]] = {
     "max_num_gen_batches": ("algorithm.dynamic_sampling.most_rounds", same),
     "overlong_buffer.len": ("algorithm.overlong.buffer_tokens", same),
     "overlong_buffer.penalty_factor": ("algorithm.overlong.factor", same),
+    "router_replay.mode": ("algorithm.router_replay", among(("R2", "R3"), disabled="none")),
     "rollout_is": ("algorithm.correction.level", same),
     "rollout_is_threshold": ("algorithm.correction.upper", same),
     # rollout and validation

@@ -6,7 +6,7 @@ lengths, and columns with one number per row. The next worker reads the object i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -103,7 +103,7 @@ def pack_result(
             f"{method} returned different rows from its input",
             fix="return one row for each input row, with its row_ids",
         )
-    bundle: ColumnStore = {}
+    written: ColumnStore = {}
     lengths: dict[str, bytes | None] = {}
     numbers: dict[str, list[Any]] = {}
     for name in writes:
@@ -112,12 +112,12 @@ def pack_result(
         if _is_number_per_row(column):
             numbers[name] = [wire.head, bytes(wire.body)]
         else:
-            bundle[name] = list(wire)
+            written[name] = list(wire)
             lengths[name] = column.lengths.tobytes() if isinstance(column, Jagged) else None
-    return [result.meta_info, lengths, numbers], bundle
+    return [result.meta_info, lengths, numbers], written
 
 
-def unpack_result(answer: ShardResult, bundle: ObjectRef, row_ids: Index) -> DataProto:
+def unpack_result(answer: ShardResult, part: ObjectRef, row_ids: Index) -> DataProto:
     """Return a shard's answer as a batch on the driver.
 
     Numbers per row are local, all other columns stay in the store.
@@ -126,7 +126,7 @@ def unpack_result(answer: ShardResult, bundle: ObjectRef, row_ids: Index) -> Dat
     columns: dict[str, AnyColumn] = {name: decode(Wire(*wire)) for name, wire in numbers.items()}
     for name, packed in lengths.items():
         per_row = None if packed is None else np.frombuffer(packed, dtype=np.int32)
-        columns[name] = RemoteColumn.of_part(bundle, len(row_ids), per_row)
+        columns[name] = RemoteColumn.of_part(part, len(row_ids), per_row)
     return DataProto(columns, row_ids, meta_info)
 
 
@@ -138,11 +138,16 @@ def store(batch: DataProto) -> DataProto:
         for name, column in columns.items()
         if not isinstance(column, RemoteColumn) and not _is_number_per_row(column)
     }
-    bundle = _put({name: list(encode(column, name)) for name, column in local.items()})
+    part = _put(bundle(local))
     for name, column in local.items():
         per_row = column.lengths if isinstance(column, Jagged) else None
-        columns[name] = RemoteColumn.of_part(bundle, len(batch), per_row)
+        columns[name] = RemoteColumn.of_part(part, len(batch), per_row)
     return DataProto(columns, batch.row_ids, dict(batch.meta_info))
+
+
+def bundle(columns: Mapping[str, Column]) -> ColumnStore:
+    """Return columns as one object for the store."""
+    return {name: list(encode(column, name)) for name, column in columns.items()}
 
 
 def _put(columns: ColumnStore) -> ObjectRef:

@@ -47,10 +47,17 @@ class MethodSpec:
     writes: tuple[str, ...]
     optional: tuple[str, ...] = ()
     """Columns that the method reads if they exist."""
+    stores: bool = False
+    """Whether the method returns two values, of which the second stays in the object store. Only for RANK_ZERO."""
 
 
 def register(
-    dispatch: Dispatch, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), optional: tuple[str, ...] = ()
+    dispatch: Dispatch,
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+    *,
+    stores: bool = False,
 ) -> Callable[[Method], Method]:
     """Make a worker's method callable through its group.
 
@@ -59,9 +66,11 @@ def register(
     """
     if (reads or writes or optional) and dispatch is not Dispatch.DATA_PARALLEL:
         raise ValueError(f"only DATA_PARALLEL methods can read and write columns, not {dispatch.name} methods")
+    if stores and dispatch is not Dispatch.RANK_ZERO:
+        raise ValueError(f"only RANK_ZERO methods can store a second value, not {dispatch.name} methods")
 
     def mark(method: Method) -> Method:
-        spec = MethodSpec(method.__name__, dispatch, tuple(reads), tuple(writes), tuple(optional))
+        spec = MethodSpec(method.__name__, dispatch, tuple(reads), tuple(writes), tuple(optional), stores)
         setattr(method, _SPEC_ATTRIBUTE, spec)
         return method
 

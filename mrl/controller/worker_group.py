@@ -137,6 +137,9 @@ class RayWorkerGroup:
             )
         if spec.dispatch is Dispatch.DATA_PARALLEL:
             return self._submit_shards(spec, args, kwargs)
+        if spec.stores:
+            answer, stored = self._actors[0].call.options(num_returns=2).remote(spec.name, *args, **kwargs)
+            return self._future(spec, {0: answer}, lambda answers: (answers[0], stored))
         if spec.dispatch is Dispatch.RANK_ZERO:
             return self._future(
                 spec, {0: self._actors[0].call.remote(spec.name, *args, **kwargs)}, lambda answers: answers[0]

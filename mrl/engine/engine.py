@@ -27,6 +27,7 @@ from mrl.engine.optimizer import Optimizer, StepOutcome
 from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.pipeline_p2p import pipeline_arguments
+from mrl.engine.router_replay import RouterReplay
 from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, score
 from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader
@@ -47,6 +48,8 @@ class EngineRequest:
     """Whether a score head that is missing in the files starts at zero."""
     seed: int = 0
     """Seed of new adapters."""
+    replays_routes: bool = False
+    """Whether the experts of each token may come from another pass."""
 
     @property
     def lora(self) -> LoraConfig | None:
@@ -77,6 +80,9 @@ class MegatronEngine:
         self.optimizer: Optimizer | None = None
         self._base_digest = ""
         self.expert_load = ExpertLoad(self.models, request.spec, groups) if request.spec.moe else None
+        self.router_replay: RouterReplay | None = None
+        if request.replays_routes:
+            self.router_replay = RouterReplay(self.models, request.spec, groups)
 
     @property
     def packing(self) -> PackingRules:
@@ -139,6 +145,18 @@ class MegatronEngine:
         merge = partial(_merge, micro_batches=micro_batches, lengths=rows.response_lengths)
         return Scores(*(merge([getattr(part, name) for part in outputs]) for name in Scores.__dataclass_fields__))
 
+    def forward_with_routes(
+        self, rows: TokenRows, micro_batches: Sequence[Rows], scores: ScoreRequest
+    ) -> tuple[Scores | None, Tensor]:
+        """Return the scores, and the experts that the routers chose [tokens, layers with experts, experts per token].
+
+        The last token of a row has no routes, because nothing is predicted after it.
+        """
+        assert self.router_replay is not None, "only a model with router replay records routes"
+        self.router_replay.record()
+        found = self.forward(rows, micro_batches, scores)
+        return found, self.router_replay.take_recorded(rows, micro_batches)
+
     def forward_backward(
         self, rows: TokenRows, micro_batches: Sequence[Rows], loss: LossFunction, scores: ScoreRequest
     ) -> dict[str, float]:
@@ -155,6 +173,10 @@ class MegatronEngine:
         reports = self._run(packed, partial(_loss, scores, loss), forward_only=False)
         names = reports[0] if reports else {}
         return {name: float(sum(float(report[name]) for report in reports)) for name in names}
+
+    def other_experts(self) -> dict[str, float]:
+        """Return how often the routers would have chosen other experts since the last call. Call this on all ranks."""
+        return {} if self.router_replay is None else self.router_replay.take_difference()
 
     def update(
         self, rows: TokenRows, micro_batches: Sequence[Rows], loss: LossFunction, scores: ScoreRequest
@@ -175,8 +197,11 @@ class MegatronEngine:
     def _run(self, batches: Sequence[MicroBatch], last_step: Any, forward_only: bool) -> list[Any]:
         """Run Megatron's pipeline schedule over the micro-batches. Return the outputs that the last stage collected."""
         chunks = self.models if self.optimizer is None else self.optimizer.chunks
+        replay = self.router_replay
+        if replay is not None:
+            replay.begin(replays=any(batch.routes_TLK is not None for batch in batches), trains=not forward_only)
         outputs: list[Any] = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, last_step),
+            forward_step_func=partial(_forward_step, last_step, replay),
             data_iterator=[iter(batches) for _ in chunks],
             model=chunks,
             num_microbatches=len(batches),
@@ -186,6 +211,8 @@ class MegatronEngine:
             collect_non_loss_data=forward_only,
             **pipeline_arguments(self.config, self.groups),
         )
+        if replay is not None:
+            replay.end()
         _forget_last_micro_batch(self.models)
         return outputs
 
@@ -202,10 +229,14 @@ def _forget_last_micro_batch(models: Sequence[TokenModel]) -> None:
     parallel_state.get_global_memory_buffer().buffer.clear()
 
 
-def _forward_step(last_step: Any, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+def _forward_step(
+    last_step: Any, replay: RouterReplay | None, batches: Iterator[MicroBatch], model: Any
+) -> tuple[Tensor, Any]:
     batch = next(batches)
     while not hasattr(inner := model, "run"):
         model = inner.module
+    if replay is not None:
+        replay.tell(inner, batch)
     return inner.run(batch), partial(last_step, inner, batch)
 
 

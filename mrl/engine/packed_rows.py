@@ -37,6 +37,8 @@ class TokenRows:
     response_lengths: Lengths
     columns: Mapping[str, Tensor]
     before: bool = True
+    routes: Tensor | None = None
+    """Chosen experts [tokens, layers with experts, experts per token], of all tokens of a row but the last."""
 
     def __post_init__(self) -> None:
         if int(self.lengths.sum()) != self.tokens.numel() or len(self.lengths) != len(self.response_lengths):
@@ -54,6 +56,11 @@ class TokenRows:
                 raise BatchError(
                     f"column `{name}` has {len(column)} values for {int(self.response_lengths.sum())} response tokens"
                 )
+        if self.routes is not None and len(self.routes) != int((self.lengths - 1).sum()):
+            raise BatchError(
+                f"there are routes of {len(self.routes)} tokens, but the rows have {int((self.lengths - 1).sum())} "
+                "tokens before their last ones"
+            )
 
     def take(self, rows: npt.ArrayLike) -> TokenRows:
         index = np.asarray(rows, dtype=np.int64)
@@ -64,6 +71,7 @@ class TokenRows:
             self.response_lengths[index],
             {name: column[answers] for name, column in self.columns.items()},
             self.before,
+            None if self.routes is None else self.routes[_pick(self.lengths - 1, index)],
         )
 
 
@@ -99,7 +107,7 @@ class MicroBatch:
 
     `tokens` are those of this context rank, the input of Megatron's embedding. `score_at` are the places among them
     whose hidden states are scored for a response token, `labels` these response tokens, and `score_to` their places
-    among all response tokens.
+    among all response tokens. `routes_TLK` are the chosen experts of `tokens` on the host, or -1.
     """
 
     rows: TokenRows
@@ -108,6 +116,12 @@ class MicroBatch:
     score_at: Tensor
     score_to: Tensor
     labels: Tensor
+    places: Lengths
+    """Places of `tokens` among the stored tokens of all context ranks."""
+    routed_places: Lengths
+    """Places of the tokens that have routes: all tokens of a row but the last."""
+    num_stored: int
+    routes_TLK: Tensor | None = None
 
     @property
     def num_scores(self) -> int:
@@ -130,6 +144,7 @@ def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroB
     tokens = torch.zeros(int(stored.sum()), dtype=torch.int64)
     tokens[_places(starts[: len(rows.lengths)], rows.lengths)] = rows.tokens.to("cpu", torch.int64)
     local_places = _local_places(stored, starts, cut)
+    routed_places = _places(starts[: len(rows.lengths)], rows.lengths - 1)
     answers = _places(starts[: len(rows.lengths)] + rows.lengths - rows.response_lengths, rows.response_lengths)
     position = np.full(int(stored.sum()), -1)
     position[local_places] = np.arange(len(local_places))
@@ -152,7 +167,20 @@ def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroB
         score_at=torch.from_numpy(score_at[local]).to(device),
         score_to=torch.from_numpy(local).to(device),
         labels=tokens[answers[local]].to(device),
+        places=local_places,
+        routed_places=routed_places,
+        num_stored=len(tokens),
+        routes_TLK=_place_routes(rows, routed_places, len(tokens), local_places),
     )
+
+
+def _place_routes(rows: TokenRows, routed_places: Lengths, num_stored: int, local_places: Lengths) -> Tensor | None:
+    """Return the routes of this context rank's tokens, with -1 for padding and for the last token of a row."""
+    if rows.routes is None:
+        return None
+    routes = torch.full((num_stored, *rows.routes.shape[1:]), -1, dtype=torch.int16)
+    routes[routed_places] = rows.routes.to("cpu", torch.int16)
+    return routes[local_places]
 
 
 def _places(starts: Lengths, lengths: Lengths) -> Lengths:

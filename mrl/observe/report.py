@@ -130,6 +130,7 @@ _TITLES = {
     "actor/pg_clipfrac_lower": "share clipped below",
     "groups/uniform_share": "prompts that teach nothing",
     "mismatch/log_prob_abs_diff_mean": "engine mismatch",
+    "mismatch/other_experts": "tokens with other experts",
     "mismatch/rollout_is_eff_sample_size": "effective sample size",
     "critic/vf_loss": "value loss",
     "critic/vf_explained_var": "explained variance",

@@ -59,6 +59,8 @@ class EngineSettings:
     """Whether weights may change between two tokens of a sample."""
     adapter_rank: int = 0
     """Rank of the adapters that the engine applies to the weights; 0 for plain weights."""
+    returns_routes: bool = False
+    """Whether samples come with the experts that each layer chose for each token."""
     records: Path | None = None
     """Run whose directory gets the schedule of the engine's calls."""
     replays: Path | None = None

@@ -18,6 +18,7 @@ from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, check_re
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling, wrong_answer
 from mrl.rollout.schedule import FleetSchedule
 from mrl.rollout.scheduler import MAX_IN_FLIGHT, Pace, RequestScheduler
+from mrl.rollout.stored_routes import with_stored
 
 WAIT_S = 0.5
 """Longest wait of a replica for a finished sample before it answers."""
@@ -220,7 +221,8 @@ class RolloutFleet:
             if work.in_flight(index):
                 replica = self._replicas[index]
                 version = serving[index]
-                submitted = self._threads.submit(_timed, replica.submit_and_poll, requests, sampling, version, wait_s)
+                poll = _poll_with_routes if self._limits.returns_routes else _poll
+                submitted = self._threads.submit(_timed, poll, replica, requests, sampling, version, wait_s)
                 polls[submitted] = _Poll(index, replica, version)
 
     def _collect(self, future: Future[Any], poll: _Poll) -> Sequence[Generated]:
@@ -341,6 +343,16 @@ def _check_requests(requests: Sequence[GenerationRequest], limits: EngineSetting
         check_request(request, limits)
     if len({request.key for request in requests}) != len(requests):
         raise RolloutError("two requests have the same key")
+
+
+def _poll(replica: RayWorkerGroup, *args: Any) -> list[Generated] | RolloutError:
+    answer: list[Generated] | RolloutError = replica.submit_and_poll(*args)
+    return answer
+
+
+def _poll_with_routes(replica: RayWorkerGroup, *args: Any) -> list[Generated] | RolloutError:
+    answer, part = replica.submit_and_poll_routes(*args)
+    return answer if isinstance(answer, RolloutError) else with_stored(answer[0], part, answer[1])
 
 
 def _timed(call: Callable[..., Any], *args: Any) -> tuple[Any, float]:

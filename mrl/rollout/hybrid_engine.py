@@ -276,6 +276,7 @@ class HybridEngine:
             loads_files=self._loads_files,
             reads_text=self._reads_text,
             takes_weights_in_flight=self._cache is not None,
+            returns_routes=self._config.algorithm.router_replay == "R3" and not self._loads_files,
             adapter_rank=0 if self._loads_files else _adapter_rank(self._config),
             records=self._context.run_directory if self._cache and not replay else None,
             replays=Path(replay) if replay else None,

@@ -15,6 +15,7 @@ import torch
 from mrl.config.arithmetic import make_mesh
 from mrl.config.schema import ParallelConfig
 from mrl.controller import Dispatch, RankInfo, Rendezvous, Worker, register
+from mrl.controller.transport import ColumnStore
 from mrl.errors import RolloutError, WorkerSilent
 from mrl.hub import node_copy
 from mrl.models.families import read_spec
@@ -28,8 +29,9 @@ from mrl.rollout.engine import (
     engine_class,
     need_version,
 )
-from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rollout.requests import Generated, GenerationRequest, Routes, Sampling
 from mrl.rollout.schedule import CallKind, Schedule, ScheduledCall, schedule_path
+from mrl.rollout.stored_routes import routes_of, take_out
 from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 
@@ -120,6 +122,8 @@ class RolloutReplica(Worker):
         runs = (settings.records, settings.replays)
         schedule = Schedule(*(run and schedule_path(run, settings.replica) for run in runs))
         self._thread = EngineThread(partial(engine_class(engine), settings), step_deadline_s, schedule)
+        self._earlier: dict[str, Routes] = {}
+        """Routes of the earlier turns of samples under way."""
 
     @register(Dispatch.RANK_ZERO)
     def full_tensor_reason(self) -> str:
@@ -135,6 +139,27 @@ class RolloutReplica(Worker):
         A violated rule is returned as an error, because a retry would violate it again. A raised error means a broken
         engine.
         """
+        answer = self._submit_and_poll(requests, sampling, version, wait_s)
+        return answer if isinstance(answer, RolloutError) else [replace(sample, routes=None) for sample in answer]
+
+    @register(Dispatch.RANK_ZERO, stores=True)
+    def submit_and_poll_routes(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int, wait_s: float
+    ) -> tuple[tuple[list[Generated], list[int]] | RolloutError, ColumnStore | None]:
+        """Do the same, and store the routes of the samples. Return also their numbers of tokens with routes."""
+        self._earlier |= {request.key: routes_of(request.routes) for request in requests if request.routes is not None}
+        answer = self._submit_and_poll(requests, sampling, version, wait_s)
+        if isinstance(answer, RolloutError):
+            return answer, None
+        lengths = [0 if sample.routes is None else len(sample.routes) for sample in answer]
+        samples, stored = take_out(answer, self._earlier)
+        for sample in samples:
+            self._earlier.pop(sample.key, None)
+        return (samples, lengths), stored
+
+    def _submit_and_poll(
+        self, requests: Sequence[GenerationRequest], sampling: Sampling, version: int, wait_s: float
+    ) -> list[Generated] | RolloutError:
         try:
             self._thread.call(lambda engine: need_version(engine, version))
             if requests:
@@ -147,6 +172,7 @@ class RolloutReplica(Worker):
     @register(Dispatch.RANK_ZERO)
     def abort(self) -> None:
         self._thread.abort()
+        self._earlier.clear()
 
     @register(Dispatch.RANK_ZERO)
     def receive_weights(self, version: int, cache: Cache | None = None) -> None:

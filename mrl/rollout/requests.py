@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,22 @@ class Sampling:
             raise RolloutError(f"top_p {self.top_p} is not in (0, 1], or top_k {self.top_k} is negative")
 
 
+Routes = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
+"""Chosen experts [tokens, layers with experts, experts per token] of all tokens but the last."""
+
+
+@dataclass(frozen=True)
+class StoredRoutes:
+    """Routes of one sample in the object store: a row of a stored part."""
+
+    part: Any
+    row: int
+    num_rows: int
+    """Rows of the part."""
+    length: int
+    """Number of tokens with routes."""
+
+
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
     """Request for one sample. Its tokens depend on its own seed, not on other samples."""
@@ -57,6 +73,8 @@ class GenerationRequest:
     """Replica of the previous turn, whose cache holds most of the prompt."""
     stop: tuple[str, ...] = ()
     """Additional texts that end this sample."""
+    routes: StoredRoutes | None = None
+    """Routes of the previous turn's tokens, which the prompt begins with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +90,10 @@ class Generated:
     """Number of the replica that generated it; set by the fleet."""
     switches: tuple[tuple[int, int], ...] = ()
     """Changes of weights in flight: the first token drawn by newer weights, and their version."""
+    routes: Routes | None = None
+    """Routes of prompt and response, if the engine returns them. They never travel to the driver."""
+    stored_routes: StoredRoutes | None = None
+    """Where the routes are stored; set by the fleet."""
 
     def token_versions(self) -> npt.NDArray[np.int32]:
         versions = np.full(len(self.token_ids), self.weight_version, np.int32)

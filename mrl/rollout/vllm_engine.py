@@ -36,6 +36,7 @@ from mrl.models.fp8_blocks import read_block
 from mrl.models.hf_config import HfConfig
 from mrl.rollout.capacity import EngineDemand, engine_capacity
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, RolloutEngine
+from mrl.rollout.engine_routes import EngineRoutes, route_arguments
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.weight_sync.vllm_adapters import adapter_arguments, adapter_directory
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
@@ -66,6 +67,7 @@ class VllmEngine(RolloutEngine):
                 fix="set actor.lora.sync=merged",
             )
         self._adapter: LoRARequest | None = None
+        self._routes = EngineRoutes(settings, self._on_workers) if settings.returns_routes else None
         self._ended: list[Generated] = []
         """Finished samples that were left when steps had to end."""
         self._first: str | None = ""
@@ -80,7 +82,9 @@ class VllmEngine(RolloutEngine):
             prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
             if self.settings.takes_weights_in_flight:  # never read caches computed with other weights
                 prompt["cache_salt"] = str(self.weight_version)
-            self._engine.add_request(request.key, prompt, params, lora_request=self._adapter)
+            number = self._engine.add_request(request.key, prompt, params, lora_request=self._adapter)
+            if self._routes is not None:
+                self._routes.add(request.key, number)
             if self._first == "":
                 self._first = request.key
 
@@ -88,8 +92,7 @@ class VllmEngine(RolloutEngine):
         if self._ended:
             samples, self._ended = self._ended, []
             return samples
-        outputs = self._engine.step() if self.unfinished else []
-        return [self._finished(output) for output in outputs if output.finished]
+        return self._finished(self._engine.step()) if self.unfinished else []
 
     def receive_weights(self, version: int, cache: Cache | None = None) -> None:
         self._end_steps()
@@ -108,32 +111,27 @@ class VllmEngine(RolloutEngine):
         if core.batch_queue:
             core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
             while core.batch_queue:
-                self._ended += [self._finished(output) for output in self._engine.step() if output.finished]
+                self._ended += self._finished(self._engine.step())
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def _finished(self, output: RequestOutput) -> Generated:
-        (sample,) = output.outputs
-        key = output.request_id
-        if sample.finish_reason not in ("stop", "length"):
-            raise RolloutError(f"vLLM ended this sample with the finish reason `{sample.finish_reason}`", where=key)
-        if key == self._first and output.num_cached_tokens:
-            raise RolloutError(
-                f"{output.num_cached_tokens} tokens of the first sample after a change of weights came from the prefix "
-                "cache, which was computed with the previous weights",
-                where=key,
-            )
-        if key == self._first:
-            self._first = None
-        return Generated(
-            key,
-            np.asarray(sample.token_ids, np.int32),
-            np.asarray(sample.logprobs.logprobs, np.float32),
-            sample.finish_reason,
-            self.unfinished[key][0][1],
-        )
+    def _finished(self, outputs: Sequence[RequestOutput]) -> list[Generated]:
+        finished = [output for output in outputs if output.finished]
+        for output in finished:
+            if output.request_id == self._first and output.num_cached_tokens:
+                raise RolloutError(
+                    f"{output.num_cached_tokens} tokens of the first sample after a change of weights came from the "
+                    "prefix cache, which was computed with the previous weights",
+                    where=output.request_id,
+                )
+            if output.request_id == self._first:
+                self._first = None
+        samples = [_sample(output, self.unfinished[output.request_id][0][1]) for output in finished]
+        return samples if self._routes is None else self._routes.added(samples, finished)
 
     def _abort(self, keys: Iterable[str]) -> None:
         self._engine.abort_request(list(keys))
+        if self._routes is not None:
+            self._routes.forget()
         self._ended.clear()
         self._first = None
 
@@ -186,6 +184,20 @@ class VllmEngine(RolloutEngine):
     def _on_workers(self, method: str, **arguments: Any) -> list[Any]:
         answers: list[Any] = self._engine.collective_rpc(method, kwargs=arguments)
         return answers
+
+
+def _sample(output: RequestOutput, version: int) -> Generated:
+    (sample,) = output.outputs
+    if sample.finish_reason not in ("stop", "length"):
+        what = f"vLLM ended this sample with the finish reason `{sample.finish_reason}`"
+        raise RolloutError(what, where=output.request_id)
+    return Generated(
+        output.request_id,
+        np.asarray(sample.token_ids, np.int32),
+        np.asarray(sample.logprobs.logprobs, np.float32),
+        sample.finish_reason,
+        version,
+    )
 
 
 @contextmanager
@@ -245,10 +257,10 @@ def _model_arguments(settings: EngineSettings) -> dict[str, Any]:
     overrides: dict[str, Any] = {"head_dtype": "float32", **FAMILIES[spec.family].engine_overrides}
     if not settings.loads_files and read_block(HfConfig.read(settings.model)):
         overrides["quantization_config"] = None  # the trainer sends unquantized weights
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = route_arguments(settings.device) if settings.returns_routes else {}
     if spec.mla and settings.device == "cpu":
         # The kernel for machines with AMX takes only bfloat16, and the one for rotary embeddings no separate heads.
-        own = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+        own |= {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
     return {**own, **settings.vllm, "hf_overrides": {**overrides, **(settings.vllm.get("hf_overrides") or {})}}
 
 

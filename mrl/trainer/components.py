@@ -205,6 +205,7 @@ def model_setup(role: str, config: Config) -> ModelSetup:
         timeout_s=config.deadlines.call_s,
         new_head=role == "critic" and config.model.critic is None,
         keeps_reference=role == "actor" and keeps_reference(config),
+        replays_routes=role == "actor" and config.algorithm.router_replay != "none",
         teacher=config.model_of("teacher")[1] if is_taught else None,
         vocab=read_spec(config.model.path).vocab if role in ("reference", "teacher") else None,
     )

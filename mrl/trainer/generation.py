@@ -24,6 +24,7 @@ from mrl.rewards.outcome import Failure, Outcome, Score, reward_metrics, sum_of
 from mrl.rewards.sample import Sample
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
+from mrl.rollout.stored_routes import ROUTES, column_of
 from mrl.trainer.segments import segment_of
 
 
@@ -235,7 +236,9 @@ class Generator:
             objects["response_text"] = ["".join(turns) for turns in objects["turns"]]
             objects["ended"] = [conversation.ended for conversation in conversations]
             objects["other_segments"] = [list(map(segment_of, dialogs[row].other_segments)) for row in scores]
-        return DataProto.from_dict(tensors=tensors, non_tensors=objects, row_ids=row_ids)
+        batch = DataProto.from_dict(tensors=tensors, non_tensors=objects, row_ids=row_ids)
+        routes = [conversation.routes for conversation in conversations if conversation.routes is not None]
+        return DataProto({**batch.columns(), ROUTES: column_of(routes)}, row_ids, {}) if routes else batch
 
 
 class OpenRounds:

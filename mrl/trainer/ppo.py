@@ -116,10 +116,11 @@ class RayPPOTrainer:
         metrics = samples.metrics | staleness_metrics(batch, self.config.asynchrony.ahead)
         optional = [name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns()]
         batch = store(batch.select(*SAMPLE_COLUMNS, *optional))
-        if step_calls.LOG_PROB in self.calls:
-            with self.clock("old_log_prob"):
-                old_log_probs, mismatch = self.actor.compute_log_prob(batch)
-                batch, metrics = batch.union(old_log_probs), metrics | mismatch
+        for call in self.calls:
+            if call in (step_calls.LOG_PROB, step_calls.LOG_PROB_WITH_ROUTES):
+                with self.clock("old_log_prob"):
+                    old_log_probs, mismatch = getattr(self.actor, call.method)(batch)
+                    batch, metrics = batch.union(old_log_probs), metrics | mismatch
         if {step_calls.REF_LOG_PROB, step_calls.REFERENCE_LOG_PROB} & {*self.calls}:
             with self.clock("ref_log_prob"):
                 batch = batch.union((self.components.reference or self.actor).compute_ref_log_prob(batch))

@@ -112,6 +112,10 @@ class ActorClient(RoleClient):
         """Return `old_log_probs` of the current policy, and the engines' distance from them."""
         return self._forward(step_calls.LOG_PROB, batch, "mismatch")
 
+    def compute_log_prob_with_routes(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Do the same, and return also the experts that the policy chose for each token."""
+        return self._forward(step_calls.LOG_PROB_WITH_ROUTES, batch, "mismatch")
+
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return `ref_log_probs` of the policy before training."""
         return self._forward(step_calls.REF_LOG_PROB, batch)[0]

@@ -15,6 +15,7 @@ from typing import Any
 
 from mrl.config.arithmetic import has_own_rollout_pool
 from mrl.config.schema import Config
+from mrl.controller.transport import fetch
 from mrl.errors import CheckpointError, WireError
 from mrl.observe.metrics import StepTimer
 from mrl.protocol import DataProto
@@ -28,6 +29,7 @@ from mrl.trainer.segments import segments_from_json, segments_to_json
 
 _LOOK_S = 0.01
 _CLOSE_S = 10.0
+_FETCH_S = 600.0
 
 
 class SampleStream:
@@ -277,6 +279,9 @@ def drawn_to_bytes(drawn: Mapping[int, ScoredBatch], version: int) -> bytes:
     parts = []
     for number, scored in drawn.items():
         batch = scored.batch
+        if batch.stored:
+            local = fetch(batch.select(*batch.stored), _FETCH_S)
+            batch = DataProto({**batch.columns(), **local.columns()}, batch.row_ids, {})
         if "other_segments" in batch.columns():
             batch = batch.with_column("other_segments", [segments_to_json(row) for row in batch["other_segments"]])
         metadata = {"number": number, "version": version, "metrics": scored.metrics}

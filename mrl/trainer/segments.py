@@ -15,10 +15,11 @@ import torch
 
 from mrl.agents.conversation import Conversation
 from mrl.protocol import DataProto
-from mrl.protocol.columns import from_rows
+from mrl.protocol.columns import AnyColumn, from_rows
+from mrl.rollout.stored_routes import ROUTES, column_of, routes_of
 
-Segment = dict[str, np.ndarray[Any, Any]]
-"""Trained part of a finished conversation: the columns below, for one row."""
+Segment = dict[str, Any]
+"""Trained part of a finished conversation: the columns below, for one row, and its routes if engines return them."""
 _COLUMNS: dict[str, type[np.generic]] = {
     "prompts": np.int32,
     "responses": np.int32,
@@ -30,12 +31,17 @@ _COLUMNS: dict[str, type[np.generic]] = {
 
 def segment_of(conversation: Conversation) -> Segment:
     columns = (conversation.prompt_ids, conversation.response_ids, conversation.log_probs, conversation.mask)
-    return dict(zip(_COLUMNS, (*columns, conversation.versions), strict=True))
+    segment = dict(zip(_COLUMNS, (*columns, conversation.versions), strict=True))
+    return segment if conversation.routes is None else {**segment, ROUTES: conversation.routes}
 
 
 def segments_to_json(segments: Sequence[Segment]) -> list[list[Any]]:
     """Return the segments as lists, with null for the log-probs of tokens that were not drawn."""
-    return [[_listed(segment, name) for name in _COLUMNS] for segment in segments]
+    return [
+        [_listed(segment, name) for name in _COLUMNS]
+        + ([routes_of(segment[ROUTES]).tolist()] if ROUTES in segment else [])
+        for segment in segments
+    ]
 
 
 def _listed(segment: Segment, name: str) -> list[Any]:
@@ -48,9 +54,19 @@ def _listed(segment: Segment, name: str) -> list[Any]:
 
 
 def segments_from_json(rows: Sequence[Sequence[Any]]) -> list[Segment]:
+    kinds: dict[str, type[np.generic]] = {**_COLUMNS, ROUTES: np.int16}
     return [
-        {name: np.array(values, _COLUMNS[name]) for name, values in zip(_COLUMNS, row, strict=True)} for row in rows
+        {name: np.array(values, kinds[name]) for name, values in zip([*kinds][: len(row)], row, strict=True)}
+        for row in rows
     ]
+
+
+def _routes(routes: Sequence[Any], samples: DataProto) -> AnyColumn:
+    """Return the routes of segments in the form of the samples' column: local after a resume, otherwise stored."""
+    if ROUTES in samples.stored:
+        return column_of(routes)
+    kind = samples.values(ROUTES).dtype
+    return from_rows([torch.tensor(of_row).to(kind) for of_row in routes])
 
 
 def trained_rows(samples: DataProto) -> DataProto:
@@ -64,7 +80,11 @@ def trained_rows(samples: DataProto) -> DataProto:
     if not owners:
         return samples
     segments = list(chain(*other_segments))
-    columns = {name: from_rows([torch.tensor(segment[name]) for segment in segments]) for name in _COLUMNS}
+    columns: dict[str, AnyColumn] = {
+        name: from_rows([torch.tensor(segment[name]) for segment in segments]) for name in _COLUMNS
+    }
+    if ROUTES in samples.columns():
+        columns[ROUTES] = _routes([segment[ROUTES] for segment in segments], samples)
     row_ids = samples.row_ids.max() + 1 + np.arange(len(owners))
     columns_of_segments = {name: columns.get(name, column) for name, column in samples.take(owners).columns().items()}
     return DataProto.concat([samples, DataProto(columns_of_segments, row_ids, {})])

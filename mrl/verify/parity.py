@@ -64,6 +64,8 @@ class ParityCase:
     megatron: Mapping[str, Any] = field(default_factory=dict)
     ddp: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    routes: bool = False
+    """Whether most tokens are sent to random experts, as router replay does."""
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -130,7 +132,18 @@ def make_rows(spec: ModelSpec, case: ParityCase) -> TokenRows:
         "response_mask": torch.from_numpy(random.uniform(size=total) > 0.1),
     }
     tokens = torch.from_numpy(random.integers(0, spec.vocab, int(lengths.sum())))
-    return TokenRows(tokens, lengths, responses, columns)
+    routes = _random_routes(spec, int((lengths - 1).sum()), random) if case.routes else None
+    return TokenRows(tokens, lengths, responses, columns, routes=routes)
+
+
+def _random_routes(spec: ModelSpec, num_tokens: int, random: np.random.Generator) -> torch.Tensor:
+    """Return different experts for each token and layer, but none for every seventh token."""
+    assert spec.moe is not None, "only a mixture has routes"
+    layers = sum(map(spec.has_experts, range(spec.num_layers)))
+    order = random.uniform(size=(num_tokens, layers, spec.moe.num_experts)).argsort(-1)
+    routes = torch.from_numpy(order[:, :, : spec.moe.experts_per_token]).to(torch.int16)
+    routes[::7] = -1
+    return routes
 
 
 def measure(cases: list[ParityCase]) -> list[RankResult]:
@@ -141,7 +154,7 @@ def measure(cases: list[ParityCase]) -> list[RankResult]:
 def measure_one(case: ParityCase) -> RankResult:
     spec = read_spec(case.model)
     with model_parallel(case.parallel, seed=1) as groups:
-        engine = MegatronEngine(EngineRequest(spec, case.head, case.settings), groups)
+        engine = MegatronEngine(EngineRequest(spec, case.head, case.settings, replays_routes=case.routes), groups)
         engine.load(HfReader(case.model))
         return _measure(engine, spec, case, groups)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from mrl.errors import RolloutError
 from mrl.weight_sync.ipc import IpcReceiver, socket_path
 from mrl.weight_sync.vllm_adapters import slot_problem
 from mrl.weight_sync.vllm_parameters import ParameterWriter, full_tensor_reason, load_full_tensors
+from mrl.weight_sync.vllm_routes import RouteRecorder, Routes
 
 
 class WorkerExtension:
@@ -42,6 +43,19 @@ class WorkerExtension:
         """Return how this worker's slot differs from the adapter with that number; empty if it does not."""
         manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
         return slot_problem(manager, number, num_pairs)
+
+    def record_routes(self) -> None:
+        """Record the experts that the routers choose from now on. All tensor ranks choose the same ones."""
+        if get_tensor_model_parallel_rank() == 0:
+            self.route_recorder = RouteRecorder(self.model_runner)  # type: ignore[attr-defined]
+
+    def take_routes(self, requests: Sequence[str]) -> list[Routes]:
+        """Return the routes of these finished requests, on the first rank."""
+        return self.route_recorder.take(requests) if get_tensor_model_parallel_rank() == 0 else []
+
+    def forget_routes(self) -> None:
+        if get_tensor_model_parallel_rank() == 0:
+            self.route_recorder.forget()
 
     def free_memory(self, part: str) -> tuple[int, int, int]:
         """Return bytes of this worker's device: free, total, and required by vLLM's allocator to wake this part."""

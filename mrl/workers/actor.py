@@ -30,10 +30,12 @@ from mrl.engine.merging import MergedWeights
 from mrl.engine.scores import DivergenceRequest, LossInput, LossOutput, ScoreRequest
 from mrl.engine.vocab_head import EntropyUse
 from mrl.engine.weights import held_tensors, output_rows
+from mrl.errors import BatchError
 from mrl.hub import node_copy
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
+from mrl.protocol.columns import jagged
 from mrl.weight_sync.exchange import Held
 from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
@@ -67,7 +69,19 @@ class ActorRolloutRefWorker(ModelWorker):
     @register_call(step_calls.LOG_PROB)
     def compute_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """Compute log-probs with the current policy, and their differences from the engines' log-probs."""
-        log_probs_T = self._log_probs(batch, sizes)
+        return self._compared(batch, self._log_probs(batch, sizes))
+
+    @register_call(step_calls.LOG_PROB_WITH_ROUTES)
+    def compute_log_prob_with_routes(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Do the same, and return also the experts that the policy chose for each token."""
+        rows, micro_batches = token_rows(batch, {}), self.micro_batches(sizes)
+        scores, routes = self.engine.forward_with_routes(rows, micro_batches, ScoreRequest(self._temperature))
+        answer = self._compared(batch, None if scores is None else scores.log_probs_T)
+        return None if answer is None else answer.with_column("routes", jagged(routes, rows.lengths - 1))
+
+    def _compared(self, batch: DataProto, log_probs_T: Tensor | None) -> DataProto | None:
+        """Return the log-probs as a column, with their differences from the engines' log-probs."""
+        others = self.engine.other_experts()
         answer = response_column(batch, "old_log_probs", log_probs_T)
         if answer is not None and log_probs_T is not None and "rollout_log_probs" in batch.columns():
             rows = Rows.of(torch.from_numpy(batch.lengths("responses").copy()))
@@ -78,6 +92,7 @@ class ActorRolloutRefWorker(ModelWorker):
             if "staleness" in batch.columns():
                 ages_T = batch.values("staleness")
                 answer.meta_info |= staleness_metrics(pair, ages_T, self.sum_over_shards, self.max_over_shards)
+            answer.meta_info |= others
         return answer
 
     @register_call(step_calls.REF_LOG_PROB)
@@ -95,6 +110,8 @@ class ActorRolloutRefWorker(ModelWorker):
     @register_call(step_calls.UPDATE_ACTOR)
     def update_actor(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
         """Make one optimizer step on these rows. Without old log-probs, the policy's own are used."""
+        if self.setup.replays_routes and "routes" not in batch.columns():
+            raise BatchError("router replay needs the column `routes`, which nothing has written")
         names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", *step_calls.TEACHER_COLUMNS)
         columns = optional_values(batch, *names)
         rows = token_rows(batch, columns)

@@ -27,6 +27,8 @@ class ModelSetup:
     new_head: bool = False
     keeps_reference: bool = False
     """Whether a copy of the weights before training stays on the host."""
+    replays_routes: bool = False
+    """Whether the experts of each token may come from the engines."""
     teacher: str | None = None
     """Model whose output matrix the policy needs to learn over the full vocabulary."""
     vocab: int | None = None

@@ -45,7 +45,14 @@ class ModelWorker(Worker):
         self.init_process_group(take_device(self.place.local_rank), setup.timeout_s)
         groups = self._groups.enter_context(model_parallel(setup.settings.parallel, setup.seed))
         spec = read_spec(setup.path)
-        request = EngineRequest(spec, setup.head, setup.settings, new_head=setup.new_head, seed=setup.seed)
+        request = EngineRequest(
+            spec,
+            setup.head,
+            setup.settings,
+            new_head=setup.new_head,
+            seed=setup.seed,
+            replays_routes=setup.replays_routes,
+        )
         self.engine = MegatronEngine(request, groups)
         self.engine.load(HfReader(setup.path))
         if setup.keeps_reference:
@@ -126,6 +133,7 @@ class ModelWorker(Worker):
     def update(self, rows: TokenRows, sizes: MicroBatchSizes, loss: LossFunction, scores: ScoreRequest) -> UpdateReport:
         reports, outcome = self.engine.update(rows, self.micro_batches(sizes), loss, scores)
         load = self.engine.expert_load.take() if self.engine.expert_load else {}
+        load |= self.engine.other_experts()
         return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied, load)
 
 
@@ -157,6 +165,7 @@ def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:
         batch.lengths("prompts") + lengths,
         lengths,
         {"response_mask": response_mask(batch), **columns},
+        routes=batch.values("routes") if "routes" in batch.columns() else None,
     )
 
 

@@ -82,7 +82,7 @@ def test_a_class_that_has_moved_is_a_warning(
         ),
         ("rollout.vllm.logprobs_mode=raw_logprobs", "set by mrl, to processed_logprobs: ratios need"),
         ("rollout.vllm.load_format=auto", "set by mrl: the trainer sends weights"),
-        ("rollout.vllm.enable_return_routed_experts=true", "True is refused: it has no effect: the engine's routes"),
+        ("rollout.vllm.enable_return_routed_experts=true", "True is refused: use algorithm.router_replay=R3"),
         ("rollout.vllm.kv_transfer_config={kv_role: kv_both}", "{'kv_role': 'kv_both'} is refused: cached data"),
     ],
 )

@@ -75,6 +75,7 @@ algorithm:
   dynamic_sampling: null                         # default
   overlong: null                                 # default
   correction: null                               # default
+  router_replay: none                            # default
   distillation: null                             # default"""
     )
 

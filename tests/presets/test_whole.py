@@ -30,12 +30,17 @@ def test_a_preset_starts_by_its_names_and_does_three_steps(name: str, tmp_path: 
         make_hub_cache(tmp_path / "hub", config.model_of(role)[1], write_model(config, tmp_path / role, role))
     write_data(config, tmp_path)
     preset = str(CONFIGS / f"{name}.yaml")
-    run_mrl("train", preset, *overrides(config), cwd=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"))
+    has_experts = name == EVERY_TIME[0]
+    replay = ["algorithm.router_replay=R3", "rollout.vllm.enable_prefix_caching=false"] if has_experts else []
+    run_mrl("train", preset, *overrides(config), *replay, cwd=tmp_path, HF_HUB_CACHE=str(tmp_path / "hub"))
     lines = read_metrics(tmp_path / config.run.dir / config.run.name / "metrics.jsonl")
     assert [line["step"] for line in lines if line["step"]] == [1, 2, 3]
     for line in lines:
         if line["step"]:
             assert line["actor/grad_norm"] > 0
+            if has_experts:
+                assert line["mismatch/other_experts"] == 0, "in float32, the trainer would choose the engine's experts"
+                assert line["actor/other_experts"] > 0, "the second update of a step begins with other weights"
             difference = line.get("mismatch/log_prob_abs_diff_mean", line.get("actor/rollout_diff"))
             if not line.get("async/staleness/max"):  # otherwise the policy has changed since
                 assert difference < 1e-5, "engine and trainer disagree on log-probs"

@@ -42,7 +42,9 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
     engines: list[RolloutEngine] = []
     names = count()
 
-    def make(kind: str, model: Path, tp: int = 1, in_flight: bool = False, **vllm: object) -> RolloutEngine:
+    def make(
+        kind: str, model: Path, tp: int = 1, in_flight: bool = False, routes: bool = False, **vllm: object
+    ) -> RolloutEngine:
         for other in [engine for engine in engines if kind == "vllm" and isinstance(engine, engine_class(kind))]:
             other.close()
             engines.remove(other)
@@ -50,7 +52,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         settings = EngineSettings(
             model, "float32", "cpu", MAX_TOKENS, VOCAB, sockets, f"replica-{next(names)}", tp, {**VLLM, **vllm}
         )
-        settings = replace(settings, takes_weights_in_flight=in_flight)
+        settings = replace(settings, takes_weights_in_flight=in_flight, returns_routes=routes)
         engines.append(engine_class(kind)(settings))
         return engines[-1]
 

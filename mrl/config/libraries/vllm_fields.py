@@ -107,7 +107,7 @@ ENGINE = FieldRules(
     taken=dict.fromkeys((*_MEMORY, *_BATCHES, *_KERNELS, *_MACHINE), ()),
     refused={
         **_NOWHERE,
-        "enable_return_routed_experts": "it has no effect: the engine's routes are not sent to the trainer",
+        "enable_return_routed_experts": "use algorithm.router_replay=R3, which sets it",
         "return_sampling_mask": _NOT_ASKED,
         **dict.fromkeys(("max_logprobs", "aux_output_config", "max_num_queued_*", "max_num_active_seqs"), _NOT_ASKED),
         **dict.fromkeys(("*lora*", "specialize_active_lora"), _ADAPTERS),

@@ -35,6 +35,30 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
         what = f"{ahead}: samples of older weights would be used as if the current weights had drawn them"
         yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
     yield from _distillation(config)
+    if algorithm.router_replay != "none":
+        yield from _router_replay(config)
+
+
+def _router_replay(config: Config) -> Iterator[Problem]:
+    """Yield what keeps the engines from returning the experts that they chose."""
+    key, rollout, on_gpu = "algorithm.router_replay", config.rollout, config.cluster.device == "gpu"
+    if config.algorithm.router_replay == "R2":
+        if updates_per_step(config.batch) == 1:
+            what = "a step has one update, which makes the same choice as its old log-probs: R2 would do nothing"
+            yield problem(key, what, f"{key}=R3, or {key}=none")
+        return
+    if rollout.engine != "vllm":
+        yield problem(key, f"only vllm returns the experts that it chose, not {rollout.engine}", "rollout.engine=vllm")
+    caches = rollout.vllm.get("enable_prefix_caching")
+    if caches is True and not on_gpu:
+        what = "on a CPU, tokens from the prefix cache have no routes"
+        yield problem("rollout.vllm.enable_prefix_caching", what, "rollout.vllm.enable_prefix_caching=false")
+    if caches is False and on_gpu:
+        what = "vLLM keeps routes in its prefix cache, which must be on"
+        yield problem("rollout.vllm.enable_prefix_caching", what, "rollout.vllm.enable_prefix_caching=true")
+    if config.asynchrony.weights == "in_flight" and on_gpu:
+        what = "vLLM cannot drop the cache of samples under way while it keeps their routes"
+        yield problem(key, what, f"asynchrony.weights=between, or {key}=none")
 
 
 def _distillation(config: Config) -> Iterator[Problem]:

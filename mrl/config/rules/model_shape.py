@@ -98,6 +98,9 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         if config.cluster.device == "gpu":
             yield from _window(f"{role}.parallel.cp", model.parallel.cp, shape)
     if isinstance(config, Config) and "actor" in roles:
+        if config.algorithm.router_replay != "none" and shape.experts is None:
+            what = "the model has no experts, so there is nothing to replay"
+            yield problem("algorithm.router_replay", what, "algorithm.router_replay=none")
         yield from _heads("rollout.tp", config.rollout.tp, shape)
         yield from _positions(config, shape)
 
