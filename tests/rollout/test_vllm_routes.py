@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mrl.errors import RolloutError
-from mrl.rollout.engine import RolloutEngine
+from mrl.rollout.engine import EngineSettings, RolloutEngine
+from mrl.rollout.engine_routes import EngineRoutes
 from mrl.rollout.requests import Generated, Sampling
 from mrl.rollout.stored_routes import take_out
 from tests.rollout.conftest import Small, requests, run
+from tests.rollout.small_models import VOCAB
 from tests.rollout.trainer_side import update
 
 SAMPLING = Sampling(temperature=0.9)
@@ -52,6 +57,38 @@ def test_routes_are_the_choices_of_transformers(
 def test_a_model_without_experts_has_no_routes(make_engine: Callable[..., RolloutEngine], small: Small) -> None:
     with pytest.raises(RolloutError, match="has no experts, so there are no routes"):
         make_engine("vllm", small("qwen3"), routes=True)
+
+
+def test_routes_that_cannot_be_the_models_are_refused(small: Small) -> None:
+    settings = EngineSettings(small("qwen3_moe"), "float32", "cuda", 96, VOCAB, Path(), "replica-0")
+    sample = Generated("a", np.zeros(2, np.int32), np.zeros(2, np.float32), "stop", 1)
+
+    def added(routes: np.ndarray[Any, Any] | None) -> Any:
+        engine_routes = EngineRoutes(settings, lambda method, **_: [])
+        engine_routes.add("a", "a-1")
+        output = SimpleNamespace(
+            request_id="a",
+            prompt_token_ids=[1, 2],
+            outputs=[SimpleNamespace(token_ids=[3, 4], routed_experts=routes)],
+        )
+        return engine_routes.added([sample], [output])[0].routes  # type: ignore[list-item]
+
+    # On a GPU, vLLM returns all four layers. The second one has no experts.
+    routes = np.broadcast_to(np.array([[0, 1], [9, 9], [2, 3], [3, 1]], np.uint8), (3, 4, 2)).copy()
+    assert added(routes)[2].tolist() == [[0, 1], [2, 3], [3, 1]]
+    with pytest.raises(RolloutError, match="a: vLLM returned no routes"):
+        added(None)
+    with pytest.raises(RolloutError, match=r"a: the engine returned routes \[2, 3, 2\], expected \[3, 3, 2\]"):
+        added(routes[:2])
+    for wrong, message in [
+        ((4, 1), r"token 1 has the routes \[\[0, 1\], \[4, 1\], \[3, 1\]\], not 4 experts"),
+        ((-1, 1), r"token 1 has the routes \[\[0, 1\], \[-1, 1\], \[3, 1\]\], not 4 experts"),
+        ((1, 1), "the same expert twice"),
+    ]:
+        spoilt = routes.astype(np.int16)
+        spoilt[1, 2] = wrong
+        with pytest.raises(RolloutError, match=message):
+            added(spoilt)
 
 
 def test_earlier_turns_keep_their_routes() -> None:

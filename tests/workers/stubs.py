@@ -132,6 +132,9 @@ class StubEngine:
         self.expert_load: object = None
         self.calls: list[Call] = []
 
+    def other_experts(self) -> dict[str, float]:
+        return {}
+
     def _note(self, rows: TokenRows, micro_batches: Sequence[npt.NDArray[np.int64]], request: ScoreRequest) -> None:
         sizes = [index.tolist() for index in micro_batches]
         self.calls.append(Call(rows, sizes, request, self.memory.weights))

@@ -19,6 +19,7 @@ from mrl.config.step_calls import TEACHER_COLUMNS
 from mrl.controller.worker import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
 from mrl.engine.vocab_head import EntropyUse
+from mrl.errors import BatchError
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.messages import UpdateReport
 from tests.workers.by_hand import Row, actor_loss, correction_reports, mismatch_of
@@ -290,6 +291,14 @@ def test_what_the_correction_does_is_reported_over_all_shards(
         assert found == pytest.approx(mismatch_of(rows, given) | expected, rel=1e-9)
 
 
+def test_an_update_with_router_replay_needs_routes() -> None:
+    rows = make_rows("advantages")
+    worker = worker_of(config_of(router_replay="R3"), None, Shards(1))
+    worker.setup = replace(SETUP, replays_routes=True)
+    with pytest.raises(BatchError, match="router replay needs the column `routes`, which nothing has written"):
+        worker.update_actor(batch_of(rows), [[len(rows)]])
+
+
 def test_weights_are_sent_from_the_device_in_the_version_and_to_the_workers_that_were_named() -> None:
     worker = worker_of(config_of(), None, Shards(1))
     sent: list[Any] = []
@@ -311,9 +320,10 @@ def test_what_is_declared_to_be_read_and_written() -> None:
     assert declared["compute_log_prob"] == (
         rows,
         {"old_log_probs"},
-        {"response_mask", "rollout_log_probs", "staleness"},
+        {"response_mask", "rollout_log_probs", "staleness", "routes"},
     )
+    assert declared["compute_log_prob_with_routes"][1] == {"old_log_probs", "routes"}
     assert declared["compute_ref_log_prob"] == (rows, {"ref_log_probs"}, set())
     assert declared["compute_advantages"][1] == {"advantages"}
-    optional = {"response_mask", *ALL, *TEACHER_COLUMNS} - {"advantages"}
+    optional = {"response_mask", "routes", *ALL, *TEACHER_COLUMNS} - {"advantages"}
     assert declared["update_actor"] == (rows | {"advantages"}, set(), optional)
