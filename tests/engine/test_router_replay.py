@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.packed_rows import SequenceSharding, TokenRows, pack
 from mrl.engine.parallel import model_parallel
-from mrl.engine.router_replay import ReplayedRouter
+from mrl.engine.router_replay import ReplayedRouter, RouterReplay
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
 from mrl.errors import BatchError, EngineError
@@ -23,6 +24,7 @@ from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.regions import slices
 from mrl.models.table import hf_tensors
+from mrl.plan.known_models import model_spec
 from mrl.verify.parity import TEMPERATURE, Difference, Floats, ParityCase, make_rows, measure, merge_ranks
 from mrl.verify.spawn import run_distributed
 from tests.engine.tiny_training import negative_score
@@ -239,6 +241,13 @@ def test_a_router_uses_each_route_once() -> None:
     assert router.num_left == 0
     with pytest.raises(EngineError, match="ran more often"):
         choose(router)
+    replay = RouterReplay([], model_spec("Qwen/Qwen3-30B-A3B"), SimpleNamespace(device="cpu"))  # type: ignore[arg-type]
+    replay._routers[object()] = [(0, router)]  # type: ignore[index]
+    replay.end()
+    router.tell(routes_TK)
+    with pytest.raises(EngineError, match="after a pass with router replay, 1 routes of micro-batches were not used"):
+        replay.end()
+    router.begin(replays=True, trains=True)
     router.tell(routes_TK[:2])
     with pytest.raises(EngineError, match=r"the shape \[2, 2\], but the router chose \[3, 2\]"):
         choose(router)
