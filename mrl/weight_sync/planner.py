@@ -24,6 +24,7 @@ from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Shard, float32_tensors, shards_of
 from mrl.rounding import round_up
+from mrl.weight_sync.copies import Copies, Workers
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner, ShardRegion
 
 
@@ -167,7 +168,8 @@ class ReshardPlanner:
         self._worker_of = {host: worker for worker, host in enumerate(rollout.hosts)}
         self.groups = self._groups()
         self._regions = ShardIntersections(spec, layout, rollout.sizes).regions
-        self._sources = cache(self._find_sources)
+        self._workers = Workers(rollout.hosts, rollout.nodes, rollout.sizes.tp)
+        self._copies = cache(self._find_copies)
         self._wide = float32_tensors(spec)
         self._travel = cache(self._find_travel)
 
@@ -187,10 +189,10 @@ class ReshardPlanner:
         outgoing: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
         places = {stage: _places(cut) for stage, cut in buckets.items()}
         if worker is not None:
-            for bucket, source, transfer in self._transfers(worker, None, places[own_stage]):
+            for bucket, source, transfer in self._received(worker, places[own_stage]):
                 incoming[bucket][source].append(transfer)
-        for other, host in enumerate(self.rollout.hosts if rank < self.mesh.world_size else ()):
-            for bucket, _, transfer in self._transfers(other, rank, places[self._stage(host)]) if host != rank else ():
+        if rank < self.mesh.world_size:
+            for bucket, host, transfer in self._sent(rank, places):
                 outgoing[bucket][host].append(transfer)
         for placed, received, sent in zip_longest([] if worker is None else tensors, incoming, outgoing, fillvalue=()):
             yield PlannedBucket(tuple(placed), dict(received), dict(sent), dtype)
@@ -290,46 +292,49 @@ class ReshardPlanner:
 
     # --- transfers --------------------------------------------------------------------------------------------
 
-    def _transfers(
-        self, worker: int, sender: int | None, places: dict[tuple[int, int], tuple[int, int]]
+    def _received(
+        self, worker: int, places: dict[tuple[int, int], tuple[int, int]]
     ) -> Iterator[tuple[int, int, Transfer]]:
-        """Yield a worker's transfers, or only those from one sender: bucket, source, and transfer.
+        """Yield a worker's transfers: bucket, source, and transfer.
 
         Receiver and sender compute the same order, so a message needs no table of contents.
         """
         # Four ranks of tp 2 with an engine of tp 1 on each device: worker 0, on rank 0's device, gets a layer's qkv in
         # two regions. The region of tp 0 is rank 0's own; ranks 1 and 3 have that of tp 1, and take turns by layer.
-        tp_rank, host = worker % self.rollout.sizes.tp, self.rollout.hosts[worker]
-        stage = None if sender is None else self._stage(sender)
-        owners = None if sender is None else self._owners(sender)
         for number, group in enumerate(self.groups):
             sites = {site.stage: site for site in group.sites}
-            if stage is not None and stage not in sites:
-                continue
-            turn = worker // self.rollout.sizes.tp + tp_rank + number
-            for index, (_, regions) in enumerate(self._regions(group.kind, tp_rank, owners)):
+            for index, (_, regions) in enumerate(self._regions(group.kind, worker % self._workers.tp, None)):
                 if (number, index) not in places:  # it travels in another dtype
                     continue
                 bucket, tensor = places[number, index]
                 for owner, region in regions.items():
-                    sources = self._sources(owner, tuple(sites), host)
-                    source = sources[turn % len(sources)]
-                    if sender is None or source == sender:
-                        yield bucket, source, Transfer(sites[self._stage(source)], tensor, region)
+                    source = self._copies(owner, tuple(sites)).source(worker, number)
+                    yield bucket, source, Transfer(sites[self._stage(source)], tensor, region)
+
+    def _sent(
+        self, rank: int, places: dict[int, dict[tuple[int, int], tuple[int, int]]]
+    ) -> Iterator[tuple[int, int, Transfer]]:
+        """Yield what a rank sends to workers on other devices: bucket, rank on the worker's device, and transfer."""
+        stage, owners = self._stage(rank), self._owners(rank)
+        for number, group in enumerate(self.groups):
+            sites = {site.stage: site for site in group.sites}
+            for tp_rank in range(self._workers.tp if stage in sites else 0):
+                for index, (_, regions) in enumerate(self._regions(group.kind, tp_rank, owners)):
+                    for owner, region in regions.items():
+                        for worker in self._copies(owner, tuple(sites)).receivers(rank, tp_rank, number):
+                            host = self.rollout.hosts[worker]
+                            if place := places[self._stage(host)].get((number, index)):
+                                yield place[0], host, Transfer(sites[stage], place[1], region)
 
     def _owners(self, rank: int) -> frozenset[ShardOwner]:
         at = self.mesh.coordinates(rank)
         return frozenset({ShardOwner(False, 0, None), ShardOwner(False, 0, at.tp), ShardOwner(True, at.ep, at.etp)})
 
-    def _find_sources(self, owner: ShardOwner, stages: tuple[int, ...], host: int) -> tuple[int, ...]:
-        """Return the ranks that can send the region to `host`: itself, else ranks on its node, else all with a copy."""
-        copies = [rank for stage in stages for rank in self._copies(owner, stage)]
-        if host in copies:
-            return (host,)
-        nodes = self.rollout.nodes
-        return tuple(rank for rank in copies if nodes[rank] == nodes[host]) or tuple(copies)
+    def _find_copies(self, owner: ShardOwner, stages: tuple[int, ...]) -> Copies:
+        return Copies((rank for stage in stages for rank in self._holders(owner, stage)), self._workers)
 
-    def _copies(self, owner: ShardOwner, stage: int) -> range:
+    def _holders(self, owner: ShardOwner, stage: int) -> range:
+        """Return the ranks of a stage that hold an owner's regions."""
         start, stop = stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage
         if owner.tp is None:
             return range(start, stop)

@@ -179,22 +179,36 @@ def num_slices(buckets: list[dict[int, list[Transfer]]]) -> int:
     )
 
 
-def test_a_rank_of_the_largest_world_plans_within_a_second() -> None:
-    """Sixty-one layers of 256 experts, 47,000 tensors, on 1,024 ranks."""
+@pytest.mark.parametrize("world", [1024, 16384])
+def test_a_rank_of_a_large_world_plans_within_a_second_and_has_few_peers(world: int) -> None:
+    """Sixty-one layers of 256 experts, 47,000 tensors."""
     large = {**published.QWEN3_235B, "num_hidden_layers": 61, "num_experts": 256, "mlp_only_layers": [0, 1, 2]}
     spec = spec_of(HfConfig(large, "config.json"))
     assert len(hf_tensors(spec, "lm")) > 45_000
     layout = Layout(pp=16, ep=16, first_stage_layers=3, last_stage_layers=2)
-    mesh = Mesh(1024, pp=16, ep=16)
+    mesh = Mesh(world, pp=16, ep=16)
     seconds = []
     for _ in range(3):  # the quickest: others may be using the machine
-        planner = ReshardPlanner(spec, layout, mesh, rollout_of(mesh, EngineSizes(32)))
+        planner = ReshardPlanner(spec, layout, mesh, rollout_of(mesh, EngineSizes(32), ranks_per_node=8))
         start = time.process_time()
-        plan = planner.plan(517, BucketSizes(256 << 20, "bfloat16", "bfloat16", 64))
+        plan = planner.plan(world // 2 + 5, BucketSizes(256 << 20, "bfloat16", "bfloat16", 64))
         seconds.append(time.process_time() - start)
     assert min(seconds) < 1
     assert num_slices([bucket.incoming for bucket in plan.buckets]) > 45_000
     assert num_slices([bucket.outgoing for bucket in plan.buckets]) > 30_000
+    peers = {peer for bucket in plan.buckets for peer in (*bucket.incoming, *bucket.outgoing)}
+    assert len(peers) < 600, "a worker needs the experts of 16 ranks in each of 16 stages"
+
+
+def test_no_copy_is_idle_where_copies_outnumber_engines(tiny: Tiny) -> None:
+    """Eight trainer ranks, each with everything, and two engines elsewhere."""
+    spec, mesh = read_spec(tiny("llama")), Mesh(8)
+    planner = ReshardPlanner(spec, Layout(), mesh, RolloutLayout(EngineSizes(1), (8, 9), (*[0] * 8, 1, 1)))
+    sent = [
+        sum(len(transfers) for bucket in planner.plan(rank, SIZES).buckets for transfers in bucket.outgoing.values())
+        for rank in range(8)
+    ]
+    assert min(sent) > 0, sent
 
 
 @pytest.mark.parametrize(
