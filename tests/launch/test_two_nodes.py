@@ -64,6 +64,7 @@ def rewrite(path: Path, before: str, after: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_run_over_two_nodes_is_stopped_queued_again_and_goes_on(small: Place) -> None:
     cluster = small.directory / "cluster.yaml"
     rewrite(cluster, "PYTHONPATH: ", f"PYTHONPATH: {small.directory}:")

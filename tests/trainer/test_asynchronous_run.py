@@ -50,6 +50,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_run_with_a_batch_ahead_and_the_same_run_resumed(config: Path) -> None:
     """To the bit: three steps with one batch ahead, validated and saved."""
     settings = (*APART, *WEIGHED, *MEASURED, "asynchrony.ahead=1")

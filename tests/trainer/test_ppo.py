@@ -176,6 +176,7 @@ class FullDisk:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_disk_that_is_full_for_a_while_costs_no_figure(config: Path, whole: tuple[list[dict[str, Any]], str]) -> None:
     """Every write of every process of the run fails: checkpoints, metrics, events, samples, logs."""
     run = config.parent / "runs" / "full"

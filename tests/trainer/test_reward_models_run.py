@@ -126,6 +126,7 @@ def test_rounds_and_greedy_answers_are_scored_between_generations(config: Path) 
     assert all(line["timing_s/reward_model"] > 0 for line in timed[1:])
 
 
+@pytest.mark.on_demand
 def test_two_models_one_of_which_has_other_tokens_and_a_resumed_run(config: Path) -> None:
     """The running mean is saved: a stopped and resumed run equals a whole one, bit for bit."""
     models = (
