@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,9 +92,7 @@ class RankProcesses:
     def poll_states(self, ranks: Sequence[int]) -> dict[int, ProcessView]:
         """Return the state of these ranks' processes. If a node does not answer, its processes count as ended."""
         views: dict[int, ProcessView] = {}
-        for node_ranks in self._by_node(ranks):
-            processes = [self._members[rank].process for rank in node_ranks]
-            states = self._ask(node_ranks[0], lambda agent, processes=processes: agent.poll_states.remote(processes))
+        for node_ranks, states in self._ask_nodes(ranks, lambda agent, processes: agent.poll_states.remote(processes)):
             views.update(zip(node_ranks, states or [ProcessView(None)] * len(node_ranks), strict=True))
         return views
 
@@ -125,9 +124,7 @@ class RankProcesses:
         running = [rank for rank, view in self.poll_states(ranks).items() if not view.is_gone]
         for member in self._members:
             ray.kill(member.actor, no_restart=True)
-        for node_ranks in self._by_node(ranks):
-            processes = [self._members[rank].process for rank in node_ranks]
-            self._ask(node_ranks[0], lambda agent, processes=processes: agent.kill_all.remote(processes))
+        self._ask_nodes(ranks, lambda agent, processes: agent.kill_all.remote(processes))
         return running
 
     def _log(self, rank: int) -> Path:
@@ -139,16 +136,34 @@ class RankProcesses:
             groups[self._members[rank].node.node_id].append(rank)
         return list(groups.values())
 
+    def _ask_nodes(self, ranks: Sequence[int], question: Callable[..., Any]) -> list[tuple[list[int], Any]]:
+        """Ask the agents of all nodes of these ranks at the same time. Return each node's ranks and its answer."""
+        by_node = self._by_node(ranks)
+        questions = []
+        for node_ranks in by_node:
+            processes = [self._members[rank].process for rank in node_ranks]
+            questions.append((self._members[node_ranks[0]].node, partial(question, processes=processes)))
+        return list(zip(by_node, ask_all(questions), strict=True))
+
     def _ask(self, rank: int, question: Callable[..., Any], limit_s: float = _AGENT_S) -> Any:
         return ask(self._members[rank].node, question, limit_s)
 
 
 def ask(node: NodeView, question: Callable[[Any], Any], limit_s: float = _AGENT_S) -> Any:
     """Ask the agent of a node. Return None if it does not answer in time, or did not answer the last caller."""
-    if node.is_silent.is_set():
-        return None
+    return ask_all([(node, question)], limit_s)[0]
+
+
+def ask_all(questions: Sequence[tuple[NodeView, Callable[[Any], Any]]], limit_s: float = _AGENT_S) -> list[Any]:
+    """Ask the agents of several nodes at the same time. The limit is for all of them together."""
+    until = time.monotonic() + limit_s
+    answers = [None if node.is_silent.is_set() else question(node.agent) for node, question in questions]
+    return [None if answer is None else _answer(answer, until - time.monotonic()) for answer in answers]
+
+
+def _answer(reference: Any, limit_s: float) -> Any:
     try:
-        return ray.get(question(node.agent), timeout=limit_s)
+        return ray.get(reference, timeout=max(0.0, limit_s))
     except RayError:
         return None
 

@@ -27,6 +27,8 @@ from mrl.events import EventLog, WorkersStarted
 from mrl.protocol import DataProto
 
 Result = TypeVar("Result")
+_MANY_RANKS = 16
+_LARGE_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,15 @@ class RayWorkerGroup:
             return self._future(
                 spec, {0: self._actors[0].call.remote(spec.name, *args, **kwargs)}, lambda answers: answers[0]
             )
+        args = tuple(map(self._stored_once, args))
         calls = {rank: actor.call.remote(spec.name, *args, **kwargs) for rank, actor in enumerate(self._actors)}
         return self._future(spec, calls, list)
+
+    def _stored_once(self, argument: Any) -> Any:
+        """Store a large argument of many ranks, so that it is not serialized for each of them."""
+        if self.world_size < _MANY_RANKS or len(ray.cloudpickle.dumps(argument)) < _LARGE_BYTES:
+            return argument
+        return ray.put(argument)
 
     def shutdown(self) -> None:
         self._processes.kill_all("shut down")

@@ -117,11 +117,12 @@ class HybridEngine:
         first = len(nodes) if self._receivers else 0
         nodes += [node for node, _ in self._receivers.where()] if self._receivers else []
         hosts = tuple(range(first, first + num_workers))
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
         # Engines that cannot be written directly take full tensors on each of their ranks.
         whole = bool(self.fleet.full_tensor_reason)
         sizes = EngineSizes.of(config.rollout, read_spec(config.model.path), whole=whole)
         route = WeightSyncSpec(
-            layout=RolloutLayout(sizes, hosts, tuple(nodes.index(node) for node in nodes)),
+            layout=RolloutLayout(sizes, hosts, tuple(numbers[node] for node in nodes)),
             sockets=tuple(
                 socket_path(self._sockets, REPLICA.format(worker // tp), worker % tp) for worker in range(num_workers)
             ),

@@ -81,6 +81,20 @@ def test_where_a_node_does_not_answer_its_processes_are_gone(
     assert group.poll_states([0, 1, 2]) == {0: ProcessView("S"), 1: ProcessView(None), 2: ProcessView(None)}
 
 
+def test_all_nodes_are_asked_before_the_first_answer_is_read(
+    agents: list[Agent], group: RankProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def get(answer: list[ProcessView], timeout: float) -> list[ProcessView]:
+        asked.append(sum(len(agent.asked["poll_states"]) for agent in agents))
+        return answer
+
+    monkeypatch.setattr(processes.ray, "get", get)
+    group.poll_states([0, 1, 2])
+    assert asked == [3, 3]
+
+
 def test_a_node_that_does_not_answer_is_waited_for_by_nobody_else() -> None:
     unknown: Any = None
     agent = Agent()

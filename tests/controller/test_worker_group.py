@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrl.config.mesh import Mesh
-from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, worker_group
 from mrl.controller.transport import fetch, store
 from mrl.errors import BatchError, PlacementError
 from mrl.protocol import DataProto
@@ -22,6 +22,26 @@ def prompts(num_rows: int = 6) -> DataProto:
 
 def test_one_to_all_asks_every_rank(rank_workers: RayWorkerGroup) -> None:
     assert rank_workers.greet("you") == [f"hello you from {rank} of 4" for rank in range(4)]
+
+
+def test_a_large_argument_of_many_ranks_is_stored_once(
+    rank_workers: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[object] = []
+    put = worker_group.ray.put
+
+    def count(argument: object) -> object:
+        stored.append(argument)
+        return put(argument)
+
+    monkeypatch.setattr(worker_group.ray, "put", count)
+    large = "x" * 20_000
+    rank_workers.greet(large)
+    assert not stored, "four ranks are few"
+    monkeypatch.setattr(worker_group, "_MANY_RANKS", 4)
+    assert rank_workers.greet(large) == [f"hello {large} from {rank} of 4" for rank in range(4)]
+    rank_workers.greet("you")
+    assert stored == [large]
 
 
 def test_rank_zero_alone_answers(rank_workers: RayWorkerGroup) -> None:
