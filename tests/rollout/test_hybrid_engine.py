@@ -375,7 +375,7 @@ def test_porters_prepare_while_the_trainer_does(make: Callable[..., Made], tiny:
     assert (model, parallel.tp, num_trainers) == (str(tiny("qwen3")), 2, 4)
     assert stage.arguments["actor", "prepare_sending"] == (route,)
     assert route.layout.hosts == (4, 5)
-    assert route.layout.nodes == (0, 0, 2, 2, 4, 2)
+    assert route.layout.nodes == (0, 0, 1, 1, 2, 1)
     assert route.rendezvous == "the first receiver's socket"
     receivers = stage.started["receiver"]
     assert receivers.worker.worker_class == "mrl.rollout.replica:WeightReceiver"
@@ -393,7 +393,7 @@ def test_the_route_says_which_engine_is_on_whose_device(make: Callable[..., Made
     (route,) = stage.arguments["actor", "prepare_sending"]
     assert route.layout.sizes == EngineSizes(2)
     assert route.layout.hosts == (0, 1, 2, 3)
-    assert route.layout.nodes == (0, 0, 2, 2)
+    assert route.layout.nodes == (0, 0, 1, 1)
     names = ("rollout-0-0", "rollout-0-1", "rollout-1-0", "rollout-1-1")
     assert route.sockets == tuple(tmp_path / "handover" / f"{name}.sock" for name in names)
     assert (route.bucket_bytes, route.rendezvous) == (12345, None)
