@@ -26,6 +26,9 @@ class MoeSpec:
     shared_ffn: int = 0  # rows of the expert that every token uses, or 0
     num_groups: int = 1  # a token's experts come from its best groups only
     groups_per_token: int = 1
+    clamp: float | None = None
+    """Limit of an expert's gate and up. Such experts multiply quick_gelu(gate) by up + 1, and they and the router have
+    biases. None: silu(gate) times up, without limits and biases."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class ModelSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    layers_without_window: frozenset[int] = frozenset()
+    sinks: bool = False  # one learned logit per head takes part in the softmax of attention, and adds nothing to it
+    output_bias: bool = False  # of attention's output projection
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
     num_predicting_layers: int = 0
@@ -108,12 +114,14 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Parameters of the language model. Tied embeddings count once. A router's frozen bias is no parameter."""
         attention = self._attention_weights + (self.qkv_rows if self.qkv_bias else 0)
+        attention += (self.num_heads if self.sinks else 0) + (self.hidden if self.output_bias else 0)
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         if self.mla:
             norms += (self.mla.q_rank or 0) + self.mla.kv_rank
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         experts = self.moe.num_experts if self.moe else 0
-        return self.num_layers * (attention + norms) + self._mlp_weights(experts) + embeddings + self.hidden
+        mlp = self._mlp_weights(experts) + self._mlp_biases
+        return self.num_layers * (attention + norms) + mlp + embeddings + self.hidden
 
     @property
     def flops_per_token(self) -> int:
@@ -150,7 +158,9 @@ class ModelSpec:
         """Return the forward FLOPs of one sequence, counting only pairs inside the causal mask and the window."""
         window = min(num_tokens, self.sliding_window or num_tokens)
         pairs = window * (window + 1) // 2 + (num_tokens - window) * window
-        return self.flops_per_token * num_tokens + self.attention_flops_per_token_pair * pairs
+        unseen = num_tokens * (num_tokens + 1) // 2 - pairs  # pairs outside the window
+        more = unseen * len(self.layers_without_window) // self.num_layers
+        return self.flops_per_token * num_tokens + self.attention_flops_per_token_pair * (pairs + more)
 
     @property
     def _attention_weights(self) -> int:
@@ -161,6 +171,15 @@ class ModelSpec:
         queries = mla.q_rank * (self.hidden + q_rows) if mla.q_rank else self.hidden * q_rows
         keys_and_values = self.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * kv_rows
         return queries + keys_and_values + self.num_heads * mla.v_dim * self.hidden
+
+    @property
+    def _mlp_biases(self) -> int:
+        """Return the biases of all experts and routers."""
+        moe = self.moe
+        if moe is None or moe.clamp is None:
+            return 0
+        per_layer = moe.num_experts * (1 + 2 * moe.expert_ffn + self.hidden)
+        return per_layer * sum(map(self.has_experts, range(self.num_layers)))
 
     def _mlp_weights(self, num_experts: int) -> int:
         """Return the weights of the MLPs of all layers, with that many experts in each layer with experts."""
