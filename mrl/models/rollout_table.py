@@ -38,6 +38,11 @@ class EngineSizes:
     @classmethod
     def of(cls, rollout: RolloutConfig, spec: ModelSpec, *, whole: bool = False) -> EngineSizes:
         """Return the split of the engines of a configuration."""
+        if whole and rollout.engine == "vllm" and spec.family == "gpt_oss":
+            raise ModelError(
+                "vLLM cannot take whole tensors of gpt-oss while it runs: its loader would not notice a missing part",
+                fix="remove the setting of rollout.vllm that makes it necessary, such as quantization",
+            )
         whole_experts = spec.moe and rollout.vllm.get("enable_expert_parallel", False)
         return cls(rollout.tp, ep=rollout.tp if whole_experts else 1, whole=whole)
 
@@ -49,11 +54,6 @@ class EngineSizes:
             )
         etp = self.tp // self.ep if spec.moe else 1
         check_layout(ParallelConfig(tp=self.tp, ep=self.ep, etp=etp), spec, of_engine=True)
-        if self.whole and spec.family == "gpt_oss":
-            raise ModelError(
-                "vLLM cannot take whole tensors of gpt-oss while it runs: its loader would not notice a missing part",
-                fix="remove the setting of rollout.vllm that makes it necessary, such as quantization",
-            )
         if (rows := _padded(spec.vocab)) % self.tp:
             raise ModelError(f"tp {self.tp} does not divide the {rows} rows of vLLM's vocabulary")
 

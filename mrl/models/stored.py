@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,3 +44,19 @@ class ExpertPart:
         """Return the part, or a box of it, as a view of the file's tensor or of the box around it."""
         own = tensor[self.expert if len(tensor) > 1 else 0]
         return own[..., self.first :: self.step].movedim(-1, 0)
+
+
+def as_in_files(
+    tensors: Mapping[str, torch.Tensor], stored: Callable[[str], ExpertPart | None], num_experts: int
+) -> dict[str, torch.Tensor]:
+    """Return tensors as the files hold them, from all parts of all experts."""
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        part = stored(name)
+        if part is None:
+            made[name] = tensor
+            continue
+        if part.file not in made:
+            made[part.file] = tensor.new_empty(part.file_shape(num_experts, tuple(tensor.shape)))
+        part.view(made[part.file]).copy_(tensor)
+    return made

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mrl.config.schema import ParallelConfig as Layout
+from mrl.config.schema import RolloutConfig
 from mrl.errors import ModelError
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
@@ -75,7 +76,7 @@ def test_layouts_that_do_not_fit_are_refused(tiny: Tiny, layout: Layout, message
 def test_engines_are_refused_whole_tensors_and_more_ranks_than_key_heads(tiny: Tiny) -> None:
     spec = read_spec(tiny("gpt_oss"))
     with pytest.raises(ModelError, match="vLLM cannot take whole tensors of gpt-oss while it runs"):
-        rollout_tensors(spec, EngineSizes(whole=True), 0)
+        EngineSizes.of(RolloutConfig(max_prompt_tokens=1, max_response_tokens=1), spec, whole=True)
     with pytest.raises(ModelError, match="tp 8 is more than 4 key-value heads"):
         rollout_tensors(spec, EngineSizes(8, 8), 0)
 

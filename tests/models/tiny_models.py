@@ -141,6 +141,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 TINY_FAMILIES = tuple(CONFIGS)
 MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "mixtral")
 CORRECTION_BIAS = "e_score_correction_bias"
+LARGE = (".sinks", "_proj_bias")  # of gpt-oss: so large that the limits of experts and the sinks matter
 
 
 def tiny_config(family: str) -> PretrainedConfig:
@@ -171,7 +172,7 @@ def make_tiny(
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
-            if name.endswith((".sinks", "_proj_bias")):  # of gpt-oss: so large that limits and sinks matter
+            if name.endswith(LARGE):
                 parameter += 3 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith(CORRECTION_BIAS):

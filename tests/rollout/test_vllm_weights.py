@@ -21,7 +21,7 @@ from tests.rollout.trainer_side import InBackground, fused, send, update, whole
 
 MODELS = [("qwen3", True), ("qwen3_moe", False)]
 SLOW_MODELS = [("qwen3", False), ("llama", False), ("mixtral", False), ("qwen3_moe", True)]
-SLOW_MODELS += [(family, False) for family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite")]
+SLOW_MODELS += [(family, False) for family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss")]
 SAMPLING = Sampling(temperature=0.9)
 Make = Callable[..., RolloutEngine]
 
@@ -49,8 +49,9 @@ def test_new_weights_are_what_is_computed_with(
     oracle = make_engine("transformers", small(family, 0, tied))
     models = [small(family, seed, tied) for seed in (1, 2)]
     assert_follows(engine, oracle, models)
-    force_whole_tensors(engine, monkeypatch)
-    assert_follows(engine, oracle, models)
+    if family != "gpt_oss":  # refused
+        force_whole_tensors(engine, monkeypatch)
+        assert_follows(engine, oracle, models)
 
 
 @pytest.fixture(scope="module")
