@@ -120,7 +120,7 @@ class ModelSpec:
             norms += (self.mla.q_rank or 0) + self.mla.kv_rank
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         experts = self.moe.num_experts if self.moe else 0
-        mlp = self._mlp_weights(experts) + self._mlp_biases
+        mlp = self._mlp_weights(experts) + _mlp_biases(self)
         return self.num_layers * (attention + norms) + mlp + embeddings + self.hidden
 
     @property
@@ -152,7 +152,9 @@ class ModelSpec:
         """Return the elements that an engine's rank caches per token: keys and values of its heads, or the latents."""
         if self.mla:
             return self.num_layers * (self.mla.kv_rank + self.mla.rope_dim)
-        return 2 * self.num_layers * max(1, self.num_kv_heads // tp) * self.head_dim
+        # With a window in all layers, the cache is planned as if nothing left it.
+        num_layers = len(self.layers_without_window) or self.num_layers
+        return 2 * num_layers * max(1, self.num_kv_heads // tp) * self.head_dim
 
     def sequence_flops(self, num_tokens: int) -> int:
         """Return the forward FLOPs of one sequence, counting only pairs inside the causal mask and the window."""
@@ -172,15 +174,6 @@ class ModelSpec:
         keys_and_values = self.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * kv_rows
         return queries + keys_and_values + self.num_heads * mla.v_dim * self.hidden
 
-    @property
-    def _mlp_biases(self) -> int:
-        """Return the biases of all experts and routers."""
-        moe = self.moe
-        if moe is None or moe.clamp is None:
-            return 0
-        per_layer = moe.num_experts * (1 + 2 * moe.expert_ffn + self.hidden)
-        return per_layer * sum(map(self.has_experts, range(self.num_layers)))
-
     def _mlp_weights(self, num_experts: int) -> int:
         """Return the weights of the MLPs of all layers, with that many experts in each layer with experts."""
         num_moe_layers = sum(map(self.has_experts, range(self.num_layers)))
@@ -190,3 +183,12 @@ class ModelSpec:
         expert_layer = 3 * self.hidden * (num_experts * self.moe.expert_ffn + self.moe.shared_ffn)
         expert_layer += self.moe.num_experts * self.hidden
         return dense + num_moe_layers * expert_layer
+
+
+def _mlp_biases(spec: ModelSpec) -> int:
+    """Return the biases of all experts and routers."""
+    moe = spec.moe
+    if moe is None or moe.clamp is None:
+        return 0
+    per_layer = moe.num_experts * (1 + 2 * moe.expert_ffn + spec.hidden)
+    return per_layer * sum(map(spec.has_experts, range(spec.num_layers)))

@@ -22,6 +22,7 @@ from mrl.models.megatron_arguments import transformer_arguments
 from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.table import shards_of
+from mrl.models.windows import mean_visible, window_elements
 from mrl.verify.transformers_model import answer
 from tests.models import published
 from tests.models.conftest import Tiny
@@ -61,6 +62,17 @@ def test_what_the_engine_would_compute_in_another_way_is_refused(change: dict[st
         spec_of(HfConfig({**published.GPT_OSS_20B, **change}, "config.json"))
 
 
+def test_layers_with_a_window_cache_and_compute_no_more_than_it() -> None:
+    spec = spec_of(HfConfig(published.GPT_OSS_120B, "config.json"))
+    assert spec.cached_elements(4) == 18 * 2 * 2 * 64
+    assert window_elements(spec, 4) == 18 * 2 * 2 * 64 * 128
+    assert window_elements(spec_of(HfConfig(published.MISTRAL_7B, "config.json")), 1) == 0
+    assert mean_visible(spec, 1000) == (1000 + 128) / 2
+    num_pairs = sum(min(place, 128) + place for place in range(1, 1001)) // 2
+    work = spec.flops_per_token * 1000 + spec.attention_flops_per_token_pair * num_pairs
+    assert spec.sequence_flops(1000) == work
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
@@ -79,6 +91,14 @@ def test_engines_are_refused_whole_tensors_and_more_ranks_than_key_heads(tiny: T
         EngineSizes.of(RolloutConfig(max_prompt_tokens=1, max_response_tokens=1), spec, whole=True)
     with pytest.raises(ModelError, match="tp 8 is more than 4 key-value heads"):
         rollout_tensors(spec, EngineSizes(8, 8), 0)
+
+
+def test_only_the_first_rank_that_splits_an_expert_adds_the_bias_of_its_output(tiny: Tiny) -> None:
+    spec, name = read_spec(tiny("gpt_oss")), f"{EXPERTS}routed_experts.w2_bias"
+    for sizes, held in ((EngineSizes(2), [4, 0]), (EngineSizes(2, 2), [2, 2])):
+        ranks = [{fused.name: fused for fused in rollout_tensors(spec, sizes, rank)}[name] for rank in range(2)]
+        assert [len(fused.pieces) for fused in ranks] == held
+        assert [len(fused.padding) for fused in ranks] == [int(not number) for number in held]
 
 
 def test_experts_of_a_file_are_transposed_and_gate_and_up_alternate(tiny: Tiny) -> None:
