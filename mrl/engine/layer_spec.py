@@ -141,11 +141,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron's class
         # Kernels that keep no [tokens, tokens] matrix need values as wide as keys.
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
         if self.softmax_offset is not None:
-            if query.is_cuda:
-                raise EngineError(
-                    "torch's attention on GPUs has no sinks, which this model has in its softmax",
-                    fix="install Transformer Engine",
-                )
             attended = _in_blocks((query, key, value), segments, self.scale, self.reach, self.softmax_offset)
         else:
             attended = attend((query, key, value), segments, self.scale, self.reach)

@@ -52,6 +52,9 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
     if has_transformer_engine() and parallel.cp > 1 and request.spec.sliding_window:
         feature = f"a sliding window of {request.spec.sliding_window} tokens with cp={parallel.cp}"
         raise EngineError(f"Transformer Engine's fused attention does not support {feature}", fix="set parallel.cp=1")
+    if request.spec.sinks and groups.device.type == "cuda" and not has_transformer_engine():
+        what = f"{request.spec.family} has sinks in its softmax, which torch's attention on GPUs has not"
+        raise EngineError(what, fix="install Transformer Engine: make install-cuda")
     settings = transformer_arguments(request.spec) | activation(request.spec)
     settings |= {
         "tensor_model_parallel_size": parallel.tp,

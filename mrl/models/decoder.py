@@ -38,7 +38,9 @@ class ExpertNames:
 class Family:
     """Models with Llama's layers, and the additions that a spec enables.
 
-    A family with other layers overrides `tensors`, `parameters` and `expert`. The other tables need nothing else.
+    A family with other layers overrides `tensors`, `parameters` and `expert`, and `stored` if its files hold several of
+    these tensors in one, as in `gpt_oss.py`. `rollout_table.py` has the engine's rows. The other tables need nothing
+    else.
     """
 
     model_type: str
