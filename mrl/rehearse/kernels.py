@@ -180,7 +180,7 @@ def _product(module: Any, x: Tensor, name: str) -> Tensor:
     layers = [getattr(expert, name) for expert in module.local_experts]
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
     product: Tensor = _GroupedProduct.apply(x, weights[0].shape[0], *weights)  # type: ignore[no-untyped-call]
-    return _Biases.apply(product, *biases) if biases else product  # type: ignore[no-untyped-call, no-any-return]
+    return _Biases.apply(product, *biases) if biases else product  # type: ignore[no-untyped-call]
 
 
 def experts(module: Any, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
