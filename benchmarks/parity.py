@@ -74,6 +74,7 @@ def cells_of(family: str, head: Head, model: Path) -> list[Cell]:
     return [
         Cell(family, head, name, ranks, tuple(ParityCase(str(model), head, layout, budget) for budget in BUDGETS))
         for name, (ranks, layout) in layouts.items()
+        if family != "gpt_oss" or layout.etp == 1  # refused
     ]
 
 

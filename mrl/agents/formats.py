@@ -33,6 +33,8 @@ class Format(ABC):
     """Texts that end a turn and are part of it."""
     end_tokens: tuple[str, ...] = ()
     """Tokens that end a turn, in addition to the template's, if the tokenizer has them."""
+    turn_end: str = ""
+    """Text that ends a turn for the model, if an answer in plain text follows a turn that was cut off."""
     reserved: tuple[str, ...] = ()
     """Texts that enclose an observation and must not occur inside one: a document could otherwise pose as another
     speaker."""
@@ -121,6 +123,53 @@ class Llama3Json(Format):
             calls.append(call)
             mark = None if call.problem else self._next.match(text, end)
         return calls
+
+
+@FORMATS.register("harmony")
+class Harmony(Format):
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, the format of gpt-oss.
+
+    A turn has several messages, such as thoughts before a call. The answer is written as text, because the chat
+    template ends the turns of a conversation with other tokens than the model.
+    """
+
+    end_tokens = ("<|call|>", "<|return|>")
+    turn_end = "<|end|>"
+    _ends = re.compile(r"<\|(?:start|end|call|return)\|>")
+    _recipient = re.compile(r"\bto=([^\s<]+)")
+    _prefix = "functions."
+
+    def parse(self, text: str) -> list[ToolCall]:
+        calls: list[ToolCall] = []
+        for message in self._ends.split(text):
+            header, begun, content = message.partition("<|message|>")
+            recipient = self._recipient.search(header) if "<|channel|>" in header else None
+            if recipient is not None:
+                calls.append(self._call(recipient[1], content if begun else None))
+        return calls
+
+    def _call(self, recipient: str, content: str | None) -> ToolCall:
+        name = recipient.removeprefix(self._prefix)
+        if not name or name == recipient:
+            return ToolCall(name="", problem=f"A call is addressed to={self._prefix}NAME, with the name of a tool.")
+        if content is None:
+            return ToolCall(name=name, problem="There is no <|message|> before the arguments of the call.")
+        try:
+            arguments = _JSON.decode(content)
+        except (ValueError, RecursionError) as error:
+            return ToolCall(name=name, problem=_not_json(error, 0))
+        return _call_of({"name": name, "arguments": arguments}, ("arguments",))
+
+    def answer(self, calls: Sequence[ToolCall], observation: Observation) -> list[Message] | str:
+        pairs = zip(calls, observation.results, strict=True) if observation.results else ()
+        texts = [
+            f"<|start|>{self._prefix}{call.name or 'unknown'} to=assistant"
+            f"<|channel|>commentary<|message|>{result}<|end|>"
+            for call, result in pairs
+        ]
+        if observation.text:
+            texts.append(f"<|start|>user<|message|>{observation.text}<|end|>")
+        return "".join(texts) + "<|start|>assistant"
 
 
 @FORMATS.register("search_r1")

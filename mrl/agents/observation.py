@@ -106,7 +106,7 @@ class Speaker:
     def _text(self, calls: Sequence[ToolCall], observation: Observation, *, has_end: bool) -> str:
         answer = answer_of(self.format, calls, observation)
         if isinstance(answer, str):
-            return answer
+            return ("" if has_end else self.format.turn_end) + answer
         if self._template is None:
             raise AgentError("its answers are chat messages, but there is no chat template", where="agent.format")
         return ("" if has_end else self._template.end_of_turn) + self._template.increment(answer)

@@ -15,7 +15,7 @@ ENVIRONMENTS = {
 }
 TEXT_FORMATS = ("search_r1",)
 """Formats that write text without chat roles."""
-FORMATS = ("hermes", "llama3_json", *TEXT_FORMATS)
+FORMATS = ("hermes", "llama3_json", "harmony", *TEXT_FORMATS)
 TOOLS = {
     "calculator": "mrl.agents.built_in_tools:calculator",
     "python": "mrl.agents.built_in_tools:python",
@@ -49,8 +49,8 @@ class EnvironmentConfig:
     tools: dict[PlainName, ToolConfig] = field(default_factory=dict)
     """Name of each tool for the model -> the tool."""
     format: Annotated[str, component("format", FORMATS)] = "hermes"
-    """How the model writes tool calls: `hermes` (Qwen), `llama3_json`, `search_r1`, or your own as
-    `package.module:class`."""
+    """How the model writes tool calls: `hermes` (Qwen), `llama3_json`, `harmony` (gpt-oss), `search_r1`, or your own
+    as `package.module:class`."""
     max_turns: Annotated[int, at_least(2)] = 4
     """Largest number of turns of the model, including its final answer. A call in the last turn gets no answer."""
     max_turn_tokens: Count | None = None

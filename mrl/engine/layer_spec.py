@@ -24,8 +24,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from mrl.engine import attention_sinks
 from mrl.engine.latent_attention import LatentAttention, replicate_projections
 from mrl.engine.packed_rows import PackedParams
 from mrl.engine.segments import Lengths, Segments
@@ -111,11 +113,19 @@ def _local_layer(config: TransformerConfig, routed: bool) -> ModuleSpec:
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron's class has no type information here
     """Causal attention of every token to itself and the earlier tokens of its row."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **options: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **options: Any
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
         self.context = options["pg_collection"].cp
-        self.reach = config.window_size[0] if config.window_size else None  # number of tokens before the current one
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.reach = config.window_size[0] if windowed else None  # number of tokens before the current one
+        self.softmax_offset: torch.nn.Parameter | None = None  # Megatron's name of the sinks
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // options["pg_collection"].tp.size()
+            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype, device=device))
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: PackedParams, **__: Any
@@ -130,7 +140,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron's class
         attend, width = _varlen if query.is_cuda else _in_blocks, value.shape[-1]
         # Kernels that keep no [tokens, tokens] matrix need values as wide as keys.
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-        attended = attend((query, key, value), segments, self.scale, self.reach)
+        if self.softmax_offset is not None:
+            attended = _in_blocks((query, key, value), segments, self.scale, self.reach, self.softmax_offset)
+        else:
+            attended = attend((query, key, value), segments, self.scale, self.reach)
         return attended[..., :width].reshape(query.shape[0], -1)
 
 
@@ -154,13 +167,20 @@ class _GatherRows(torch.autograd.Function):
         return local, None, None
 
 
-def _in_blocks(qkv: Qkv, segments: Segments, scale: float | None, reach: int | None) -> Tensor:
+def _in_blocks(
+    qkv: Qkv, segments: Segments, scale: float | None, reach: int | None, sinks: Tensor | None = None
+) -> Tensor:
     query, key, value = qkv
+    if sinks is not None:
+        query, scale = attention_sinks.with_logits(query, sinks, scale)
     blocks, places = segments.blocks(reach)
     results = []
     for block in blocks:
         q, k, v = query[block.query_BS], key[block.key_BS], value[block.key_BS]
-        mask = None if block.mask_BSS is None else block.mask_BSS[:, None]
+        mask = block.mask_BSS
+        if sinks is not None:
+            k, v, mask = attention_sinks.with_sink(k, v, mask)
+        mask = None if mask is None else mask[:, None]
         attended = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from mrl.dtypes import torch_dtype
+from mrl.engine.expert_biases import activation, separate_outputs
 from mrl.engine.latent_attention import set_frequencies
 from mrl.engine.layer_spec import block_spec, has_transformer_engine
 from mrl.engine.packed_rows import MicroBatch
@@ -51,7 +52,11 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
     if has_transformer_engine() and parallel.cp > 1 and request.spec.sliding_window:
         feature = f"a sliding window of {request.spec.sliding_window} tokens with cp={parallel.cp}"
         raise EngineError(f"Transformer Engine's fused attention does not support {feature}", fix="set parallel.cp=1")
-    settings = transformer_arguments(request.spec) | {
+    if request.spec.sinks and groups.device.type == "cuda" and not has_transformer_engine():
+        what = f"{request.spec.family} has sinks in its softmax, which torch's attention on GPUs has not"
+        raise EngineError(what, fix="install Transformer Engine: make install-cuda")
+    settings = transformer_arguments(request.spec) | activation(request.spec)
+    settings |= {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
@@ -122,6 +127,7 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
                 layer.fuse_wgrad_accumulation = fused
             if hasattr(layer, "token_dispatcher"):
                 _forget_routing(layer.token_dispatcher)
+        separate_outputs(self.decoder)
         frequencies = spec.rope.inverse_frequencies().to(groups.device)
         if spec.mla:
             set_frequencies(self.decoder, frequencies)

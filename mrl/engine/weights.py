@@ -80,19 +80,22 @@ def output_rows(reader: HfReader, spec: ModelSpec, vocab: int, tp_rank: int, tp:
 def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: Head, groups: ParallelGroups) -> None:
     """Fill every parameter of this rank from the files. Only the rank's parts are read.
 
-    Parameters also get two marks that Megatron does not set here. `tensor_model_parallel`: Megatron sets it only when
-    it draws random weights; without it the gradient norm counts only the first part of a split tensor. `allreduce`:
-    Megatron reduces experts in their own data-parallel group only if ep > 1, and forgets experts that tensor ranks hold
-    whole.
+    Parameters also get marks that Megatron does not set here. `tensor_model_parallel`: Megatron sets it only when
+    it draws random weights; without it the gradient norm counts only the first part of a split tensor, and no bias of
+    the experts of other tensor ranks. `allreduce`: Megatron reduces experts in their own data-parallel group only if
+    ep > 1, and forgets experts that tensor ranks hold whole. `sequence_parallel` is removed from biases of experts:
+    Megatron would add up the gradients of different experts over tensor ranks.
     """
     sums = []
     own_reduction = groups.parallel.ep > 1 or groups.parallel.etp != groups.parallel.tp
     dtype = chunks[0].config.params_dtype
     for shard, parameter in held_tensors(chunks, spec, head, groups):
-        if shard.dtype and parameter.dtype != torch_dtype(shard.dtype):
-            parameter.data = parameter.data.to(torch_dtype(shard.dtype))  # before Megatron's buffers hold it
-        parameter.tensor_model_parallel = shard.split  # type: ignore[attr-defined]  # Megatron's mark
+        wanted = torch_dtype(shard.dtype) if shard.dtype else dtype
+        if parameter.dtype != wanted:
+            parameter.data = parameter.data.to(wanted)  # before Megatron's buffers hold it
+        parameter.tensor_model_parallel = shard.split or shard.expert  # type: ignore[attr-defined]  # Megatron's mark
         if shard.expert:
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]  # Megatron's mark
             parameter.allreduce = not own_reduction  # type: ignore[attr-defined]  # Megatron's mark
         if shard.name == SCORE and SCORE not in reader:
             parameter.zero_()  # `HfReader.check` made sure that a new head is expected

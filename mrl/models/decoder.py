@@ -15,8 +15,9 @@ from mrl.models import gqa, mla
 from mrl.models.hf_config import HfConfig
 from mrl.models.parameters import Parameter, RowRange, whole_tensor
 from mrl.models.regions import Shape
-from mrl.models.rope import read_rope
+from mrl.models.rope import Rope, read_rope
 from mrl.models.spec import MlaSpec, ModelSpec, MoeSpec
+from mrl.models.stored import ExpertPart
 
 _MLP = ("gate", "up", "down")
 
@@ -37,7 +38,9 @@ class ExpertNames:
 class Family:
     """Models with Llama's layers, and the additions that a spec enables.
 
-    A family with other layers overrides `tensors`, `parameters` and `expert`. The other tables need nothing else.
+    A family with other layers overrides `tensors`, `parameters` and `expert`, and `stored` if its files hold several of
+    these tensors in one, as in `gpt_oss.py`. `rollout_table.py` has the engine's rows. The other tables need nothing
+    else.
     """
 
     model_type: str
@@ -47,6 +50,7 @@ class Family:
     float32_router: bool = False  # whether vLLM keeps a router's weights in float32
     engine_overrides: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's `hf_overrides`
     has_score_head: bool = True  # whether transformers has a class with one output instead of a vocabulary
+    engine_embedding: str = "model.embed_tokens.weight"  # vLLM's name of the embedding
 
     def architecture(self, head: Literal["lm", "score"]) -> str:
         """Return the transformers class of a model with that head. Raise an error if it does not exist."""
@@ -87,6 +91,10 @@ class Family:
         else:
             yield from _mlp("mlp.", [f"{prefix}mlp.{name}_proj.weight" for name in _MLP], spec.ffn, spec.hidden)
 
+    def stored(self, name: str) -> ExpertPart | None:
+        """Return the place of an expert's tensor in a tensor of all experts; None if the files hold it alone."""
+        return None
+
     def _router_and_shared(self, spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[Parameter]:
         """Yield the parts of an expert layer that all ranks of ep have."""
         yield whole_tensor("mlp.router.weight", prefix + self.names.router, moe.num_experts, spec.hidden)
@@ -107,9 +115,17 @@ class Family:
 
 
 def read_decoder(
-    config: HfConfig, *, partial_rotary: bool = False, mla: MlaSpec | None = None, **own: Any
+    config: HfConfig,
+    *,
+    partial_rotary: bool = False,
+    rope: Rope | None = None,
+    mla: MlaSpec | None = None,
+    **own: Any,
 ) -> ModelSpec:
-    """Return the spec of a Llama-like model, from the keys common to all families and the family's own."""
+    """Return the spec of a Llama-like model, from the keys common to all families and the family's own.
+
+    A `rope` replaces the rotary embedding in the file.
+    """
     hidden, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     config = config.defaulting(tie_word_embeddings=False)
     config.require("hidden_act", "silu")
@@ -119,7 +135,7 @@ def read_decoder(
         rope = read_rope(config, mla.rope_dim, yarn=True)
     else:
         head_dim = config.defaulting(head_dim=hidden // num_heads).integer("head_dim")
-        rope = read_rope(config, head_dim, partial=partial_rotary)
+        rope = rope or read_rope(config, head_dim, partial=partial_rotary)
     return ModelSpec(
         num_layers=config.integer("num_hidden_layers"),
         hidden=hidden,

@@ -10,6 +10,7 @@ from pathlib import Path
 from mrl.errors import ModelError, did_you_mean
 from mrl.models.decoder import ExpertNames, Family, read_decoder
 from mrl.models.fp8_blocks import read_block
+from mrl.models.gpt_oss import GPT_OSS
 from mrl.models.hf_config import HfConfig
 from mrl.models.spec import MlaSpec, ModelSpec, MoeSpec
 
@@ -237,6 +238,7 @@ FAMILIES = {
         Family("deepseek_v3", "DeepseekV3", _read_deepseek_v3, engine_overrides=_FLOAT32_SCORES),
         Family("kimi_k2", "DeepseekV3", _read_deepseek_v3, engine_overrides=_FLOAT32_SCORES),
         Family("glm4_moe_lite", "Glm4MoeLite", _read_glm4_moe_lite, float32_router=True, has_score_head=False),
+        GPT_OSS,
     )
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mrl.models import mxfp4
 from mrl.models.hf_config import HfConfig
 from mrl.models.regions import Region, Shape
 
@@ -23,11 +24,13 @@ _FIX = "use the full-precision model"
 
 
 def read_block(config: HfConfig) -> Block | None:
-    """Return the size of the blocks in a model's files, or None if the weights are not quantized."""
+    """Return the size of the blocks in a model's files, or None if the weights have none."""
     if "quantization_config" not in config:
         return None
     settings = config.section("quantization_config")
     method = settings.defaulting(quant_method="?").text("quant_method")
+    if method == mxfp4.METHOD and config.text("model_type") == "gpt_oss":
+        return None  # the names of its tensors say which are quantized
     if method != "fp8":
         raise config.error("quantization_config", f'"{method}" cannot be read, only "fp8" with blocks', _FIX)
     settings.require("fmt", "e4m3")

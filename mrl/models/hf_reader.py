@@ -16,11 +16,13 @@ from mrl import files
 from mrl.dtypes import torch_dtype
 from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE, check_files
-from mrl.models import fp8_blocks
+from mrl.models import fp8_blocks, mxfp4
+from mrl.models.families import FAMILIES
 from mrl.models.hf_config import HfConfig
 from mrl.models.regions import Region, slices
 from mrl.models.spec import ModelSpec
-from mrl.models.table import LM_HEAD, SCORE, Head, Shard, hf_tensors
+from mrl.models.stored import ExpertPart
+from mrl.models.table import LM_HEAD, SCORE, Head, Shard, file_tensors
 
 _FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 
@@ -37,13 +39,23 @@ class HfReader:
         elif (self.path / SINGLE_FILE).exists():
             self._file_of = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
-            raise self._nothing_to_read()
+            raise _nothing_to_read(self.path)
+        self._packed = mxfp4.packed_names(self._file_of.keys())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._file_of or name in self._packed
 
     def read(self, name: str, box: Region) -> torch.Tensor:
-        """Return a box of one tensor, of a quantized one in float32. Nothing else of the tensor is read."""
+        """Return a box of one tensor, of a quantized one in float32. Nothing else of the tensor is read.
+
+        Experts that alternate in one tensor of the files are read together.
+        """
+        if part := self._part(name):
+            return part.view(self.read(part.file, part.box(box)))
+        if name in self._packed:
+            groups = slices(mxfp4.covering(box))
+            blocks, scales = (self._slice(name + end)[groups] for end in (mxfp4.BLOCKS, mxfp4.SCALES))
+            return mxfp4.dequantized(blocks, scales, box)
         entry = self._slice(name)
         tensor: torch.Tensor = entry[slices(box)]
         if entry.get_dtype() != fp8_blocks.FILE_TYPE:
@@ -58,9 +70,23 @@ class HfReader:
         return fp8_blocks.read_block(HfConfig.read(self.path))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        parts = {name + end for name in self._packed for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        yield from (name for name in self._file_of if name not in parts)
+        yield from self._packed
+
+    def _part(self, name: str) -> ExpertPart | None:
+        """Return the place of a tensor that is a part of one in the files; None if it has its own."""
+        return FAMILIES[self._model_type].stored(name) if name not in self and ".experts." in name else None
+
+    @cached_property
+    def _model_type(self) -> str:
+        return HfConfig.read(self.path).text("model_type")
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if part := self._part(name):
+            return part.shape(self.shape(part.file))
+        if name in self._packed:
+            return mxfp4.shape_of(self.shape(name + mxfp4.BLOCKS))
         return tuple(self._slice(name).get_shape())
 
     def whole(self, name: str) -> torch.Tensor:
@@ -72,18 +98,17 @@ class HfReader:
 
     def check(self, spec: ModelSpec, head: Head, new_head: bool = False) -> None:
         """Raise an error if the files are not this model. `new_head` allows a language model without a score head."""
-        expected = hf_tensors(spec, head)
+        expected = file_tensors(spec, head)
         ignorable = {LM_HEAD} if spec.tied or (new_head and head == "score") else set()
         optional = {SCORE} if new_head else set()
         problems = [f"{name} is missing" for name in expected if name not in self and name not in optional]
         left_out = self._predicting_layers(spec)
-        for name in self._file_of.keys() - left_out:
+        for name in {*self} - left_out:
             if name in expected:
-                entry = self._slice(name)
-                shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
-                if shape != expected[name]:
+                format_problems = [*self._format_problems(name)]
+                if not format_problems and (shape := self.shape(name)) != expected[name]:
                     problems.append(f"{name} has shape {list(shape)}, not {list(expected[name])}")
-                problems += self._quantization_problems(name, shape, dtype)
+                problems += format_problems
             elif (weight := name.removesuffix(fp8_blocks.SCALES)) in expected and self.block:
                 if weight in self and (kind := self._slice(weight).get_dtype()) != fp8_blocks.FILE_TYPE:
                     problems.append(f"{weight} holds {kind}, but has scales for FP8: its numbers may be unscaled")
@@ -106,7 +131,13 @@ class HfReader:
                 stacklevel=2,
             )
 
-    def _quantization_problems(self, name: str, shape: tuple[int, ...], dtype: str) -> Iterator[str]:
+    def _format_problems(self, name: str) -> Iterator[str]:
+        if name in self._packed:
+            entries = (self._slice(name + end) for end in (mxfp4.BLOCKS, mxfp4.SCALES))
+            yield from mxfp4.problems(name, *((tuple(entry.get_shape()), entry.get_dtype()) for entry in entries))
+            return
+        entry = self._slice(name)
+        shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
         if dtype != fp8_blocks.FILE_TYPE:
             if dtype not in _FLOAT_TYPES:
                 yield f"{name} holds {dtype}, not one of {', '.join(sorted(_FLOAT_TYPES))}"
@@ -162,19 +193,20 @@ class HfReader:
                 raise ModelError(f"{file!r} is not the name of a file in this directory", where=where)
         return weight_map
 
-    def _nothing_to_read(self) -> ModelError:
-        pickled = sorted(file.name for file in self.path.glob("*.bin")) if self.path.is_dir() else []
-        if pickled:
-            return ModelError(
-                f"{pickled[0]} is a pickle, which may run code when loaded",
-                where=str(self.path),
-                fix="if you trust it, load the model with transformers and `save_pretrained` it as safetensors",
-            )
+
+def _nothing_to_read(path: Path) -> ModelError:
+    pickled = sorted(file.name for file in path.glob("*.bin")) if path.is_dir() else []
+    if pickled:
         return ModelError(
-            f"found no {SINGLE_FILE} or {INDEX_FILE}",
-            where=str(self.path),
-            fix="use a model directory with safetensors weights",
+            f"{pickled[0]} is a pickle, which may run code when loaded",
+            where=str(path),
+            fix="if you trust it, load the model with transformers and `save_pretrained` it as safetensors",
         )
+    return ModelError(
+        f"found no {SINGLE_FILE} or {INDEX_FILE}",
+        where=str(path),
+        fix="use a model directory with safetensors weights",
+    )
 
 
 def load_shard(reader: HfReader, shard: Shard, model_dtype: torch.dtype) -> torch.Tensor:

@@ -24,10 +24,11 @@ from mrl import files
 from mrl.dtypes import SAFETENSORS_NAMES, dtype_name
 from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE
+from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES
 from mrl.models.regions import Region, Shape, slices, tiling_problems, whole
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Head, float32_tensors, hf_tensors
+from mrl.models.table import Head, file_tensors, float32_tensors, hf_tensors
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tokenizer, chat template and generation settings have too many names to list. Weights and code have other suffixes.
@@ -55,7 +56,8 @@ class HfWriter:
             raise ModelError(f"weights cannot be written as {dtype}", fix=f"use one of {', '.join(map(str, _DTYPES))}")
         self._shapes = hf_tensors(spec, head)
         wide = float32_tensors(spec)
-        self._dtypes = {name: torch.float32 if name in wide else dtype for name in self._shapes}
+        in_files = file_tensors(spec, head)
+        self._kinds = {name: (torch.float32 if name in wide else dtype, shape) for name, shape in in_files.items()}
         self._boxes: dict[str, list[Region]] = defaultdict(list)
         self._staged = self._directory.with_name(f".{self._directory.name}.partial-{secrets.token_hex(4)}")
         self._staged.mkdir(parents=True)
@@ -63,7 +65,7 @@ class HfWriter:
             cleanup.callback(shutil.rmtree, self._staged, ignore_errors=True)  # after publishing, it no longer exists
             self._copy_settings(Path(source_path))
             self._adapt_config(spec, head, dtype)
-            self._tensors = self._make_files(max_file_bytes)
+            self._tensors = self._views(FAMILIES[spec.family], self._make_files(max_file_bytes))
             self._cleanup = cleanup.pop_all()
 
     def __enter__(self) -> HfWriter:
@@ -134,9 +136,8 @@ class HfWriter:
         self._write_json("config.json", config)
 
     def _make_files(self, max_file_bytes: int) -> dict[str, torch.Tensor]:
-        """Create the files at their full length. Return every tensor as a view of its place in them."""
-        tensors_by_name = {name: (self._dtypes[name], shape) for name, shape in self._shapes.items()}
-        groups = _grouped(tensors_by_name, max_file_bytes)
+        """Create the files at their full length. Return every tensor in them as a view of its place."""
+        groups = _grouped(self._kinds, max_file_bytes)
         if len(groups) == 1:
             return _mapped_file(self._staged / SINGLE_FILE, groups[0])
         tensors: dict[str, torch.Tensor] = {}
@@ -148,6 +149,11 @@ class HfWriter:
         total = sum(tensor.nbytes for tensor in tensors.values())
         self._write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
         return tensors
+
+    def _views(self, family: Family, files: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return every tensor as a view of its place in the files' tensors."""
+        parts = {name: family.stored(name) for name in self._shapes}
+        return {name: part.view(files[part.file]) if part else files[name] for name, part in parts.items()}
 
     def _write_json(self, name: str, values: Any) -> None:
         (self._staged / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

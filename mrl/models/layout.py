@@ -41,9 +41,9 @@ def layers_per_stage(layout: ParallelConfig, num_layers: int) -> list[int]:
     return stages
 
 
-def check_layout(layout: ParallelConfig, spec: ModelSpec) -> None:
-    """Raise an error, listing all problems, if the model does not fit the layout."""
-    if problems := list(_problems(layout, spec)):
+def check_layout(layout: ParallelConfig, spec: ModelSpec, *, of_engine: bool = False) -> None:
+    """Raise an error, listing all problems, if the model does not fit the layout of a trainer or of an engine."""
+    if problems := [*_problems(layout, spec), *_bias_problems(layout, spec, of_engine)]:
         raise ModelError(f"the model does not fit the layout: {'; '.join(problems)}", fix="choose another layout")
 
 
@@ -75,3 +75,12 @@ def _problems(layout: ParallelConfig, spec: ModelSpec) -> Iterator[str]:
     else:
         if any(stage % layout.vpp for stage in stages):
             yield f"stages of {stages} layers do not split into {layout.vpp} chunks each"
+
+
+def _bias_problems(layout: ParallelConfig, spec: ModelSpec, of_engine: bool) -> Iterator[str]:
+    if spec.moe is None or spec.moe.clamp is None:
+        return
+    if layout.etp > 1 and not of_engine:
+        yield f"etp {layout.etp}, but Megatron does not split experts with biases, only etp 1 is possible"
+    if layout.tp > spec.num_kv_heads:
+        yield f"tp {layout.tp} is more than {spec.num_kv_heads} key-value heads, which vLLM does not copy here"

@@ -5,6 +5,7 @@ torch is loaded only when they are requested, so that planning needs no torch.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mrl.models.rope import YarnScaling
@@ -36,6 +37,29 @@ def transformer_arguments(spec: ModelSpec) -> dict[str, Any]:
         "attention_dropout": 0.0,
         **_mla_config(spec),
         **_moe_config(spec),
+        **_gpt_oss_config(spec),
+    }
+
+
+def _gpt_oss_config(spec: ModelSpec) -> dict[str, Any]:
+    """Return what only gpt-oss has. One switch of Megatron adds the biases of attention, router and experts.
+
+    The engine adds the activation.
+    """
+    moe = spec.moe
+    if moe is None or moe.clamp is None:
+        return {}
+    assert spec.sinks, "the biases are those of gpt-oss, which has sinks"
+    assert spec.output_bias, "Megatron's biases include that of attention's output"
+    yarn = spec.rope.scaling
+    factor = yarn.softmax_factor if isinstance(yarn, YarnScaling) else 1.0
+    return {
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": moe.clamp,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "softmax_scale": factor / math.sqrt(spec.head_dim),
+        "window_attn_skip_freq": [int(layer not in spec.layers_without_window) for layer in range(spec.num_layers)],
     }
 
 

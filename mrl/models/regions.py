@@ -45,11 +45,13 @@ def moved(region: Region, source: Region, target: Region) -> Region:
     """Return the position of a region after its surroundings `source` have moved to `target`.
 
     With `source` ((4, 8), (0, 6)) at `target` ((0, 4), (10, 16)), ((5, 7), (1, 2)) is ((1, 3), (11, 12)).
+    A vector may be a column of a matrix: the last axis of the longer one has a single place.
     """
-    return tuple(
+    kept = tuple(
         (start - origin + new, stop - origin + new)
-        for (start, stop), (origin, _), (new, _) in zip(region, source, target, strict=True)
+        for (start, stop), (origin, _), (new, _) in zip(region, source, target, strict=False)
     )
+    return kept + target[len(source) :]
 
 
 def relative(region: Region, surroundings: Region) -> Region:

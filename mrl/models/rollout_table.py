@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from mrl.config.schema import ParallelConfig, RolloutConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.errors import ModelError
-from mrl.models import gqa, mla
+from mrl.models import gpt_oss, gqa, mla
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
 from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange, columns_of, padded_vocab, whole_tensor
@@ -38,6 +38,11 @@ class EngineSizes:
     @classmethod
     def of(cls, rollout: RolloutConfig, spec: ModelSpec, *, whole: bool = False) -> EngineSizes:
         """Return the split of the engines of a configuration."""
+        if whole and rollout.engine == "vllm" and spec.family == "gpt_oss":
+            raise ModelError(
+                "vLLM cannot take whole tensors of gpt-oss while it runs: its loader would not notice a missing part",
+                fix="remove the setting of rollout.vllm that makes it necessary, such as quantization",
+            )
         whole_experts = spec.moe and rollout.vllm.get("enable_expert_parallel", False)
         return cls(rollout.tp, ep=rollout.tp if whole_experts else 1, whole=whole)
 
@@ -48,7 +53,7 @@ class EngineSizes:
                 fix="vLLM spreads experts over all ranks of an engine, or splits each over all of them",
             )
         etp = self.tp // self.ep if spec.moe else 1
-        check_layout(ParallelConfig(tp=self.tp, ep=self.ep, etp=etp), spec)
+        check_layout(ParallelConfig(tp=self.tp, ep=self.ep, etp=etp), spec, of_engine=True)
         if (rows := _padded(spec.vocab)) % self.tp:
             raise ModelError(f"tp {self.tp} does not divide the {rows} rows of vLLM's vocabulary")
 
@@ -59,9 +64,18 @@ class Fused:
 
     name: str
     shape: Shape
-    pieces: tuple[Piece, ...]  # their targets lie in a matrix whose columns are the shape's last axis
-    padding: tuple[Region, ...]  # vocabulary rows without a token: zeros
+    pieces: tuple[Piece, ...]  # their targets lie in `matrix`
+    padding: tuple[Region, ...]  # zeros, such as vocabulary rows without a token
     dtype: OwnDtype = None
+    columns: int | None = None  # of the matrix; None: the shape's last axis, and a vector stays one
+
+    @property
+    def matrix(self) -> Shape:
+        """Shape of the view of the tensor in which pieces and padding lie."""
+        if self.columns is None and len(self.shape) == 1:
+            return self.shape
+        columns = self.columns or self.shape[-1]
+        return math.prod(self.shape) // columns, columns
 
 
 def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fused]:
@@ -88,7 +102,8 @@ def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterato
     if sizes.whole:
         yield from _unfused(spec, {EMBEDDING: (spec.vocab, spec.hidden)})
     else:
-        yield _vocabulary(EMBEDDING, spec, sizes, rank)
+        embedding = _vocabulary(EMBEDDING, spec, sizes, rank)
+        yield replace(embedding, name=FAMILIES[spec.family].engine_embedding)
 
 
 def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
@@ -111,6 +126,9 @@ def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) ->
     prefix = f"model.layers.{layer}."
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         yield _fused(whole_tensor(prefix + name, prefix + name, spec.hidden), sizes, rank)
+    if spec.family == "gpt_oss":
+        yield from _gpt_oss_tensors(spec, sizes, rank, layer)
+        return
     hf = f"{prefix}self_attn."
     attention = mla.engine_parameters(spec, spec.mla, hf) if spec.mla else gqa.engine_parameters(spec, hf, sizes.tp)
     yield from (_fused(parameter, sizes, rank) for parameter in attention)
@@ -121,6 +139,17 @@ def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) ->
         yield _fused(Parameter(f"{prefix}mlp.gate_up_proj.weight", parts, spec.hidden, "rows"), sizes, rank)
         down = f"{prefix}mlp.down_proj.weight"
         yield _fused(columns_of(down, down, spec.hidden, spec.ffn), sizes, rank)
+
+
+def _gpt_oss_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
+    assert spec.moe is not None, "gpt-oss always has experts"
+    yield from (_fused(parameter, sizes, rank) for parameter in gpt_oss.engine_parameters(spec, layer, sizes.tp))
+    num_local = spec.moe.num_experts // sizes.ep
+    first, part = (0, (rank, sizes.tp)) if sizes.ep == 1 else (rank * num_local, (0, 1))
+    for name, shape, pieces, zeros, columns in gpt_oss.engine_experts(
+        spec, layer, range(first, first + num_local), part
+    ):
+        yield Fused(name, shape, pieces, zeros, columns=columns)
 
 
 def _unfused(spec: ModelSpec, tensors: dict[str, Shape]) -> Iterator[Fused]:

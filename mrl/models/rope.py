@@ -57,6 +57,13 @@ class YarnScaling:
     original_max_positions: int
     mscale: float
     """Strength of the sharpening. It acts on the scale of the softmax, and not on cosines and sines."""
+    truncate: bool = True
+    """Whether the ends of the ramp are rounded to whole dimensions."""
+
+    @property
+    def softmax_factor(self) -> float:
+        """Factor of the softmax's scale. It equals a factor of cosines and sines, squared, if all dimensions rotate."""
+        return (0.1 * self.mscale * math.log(self.factor) + 1) ** 2
 
     def frequencies(self, powers: torch.Tensor, theta: float) -> torch.Tensor:
         import torch
@@ -66,8 +73,9 @@ class YarnScaling:
             return (dim * math.log(self.original_max_positions / (turns * 2 * math.pi))) / (2 * math.log(theta))
 
         dim = 2 * len(powers)
-        low = max(math.floor(dimension(self.beta_fast)), 0)
-        high = float(min(math.ceil(dimension(self.beta_slow)), dim - 1))
+        first, last = dimension(self.beta_fast), dimension(self.beta_slow)
+        low = max(math.floor(first) if self.truncate else first, 0)
+        high = float(min(math.ceil(last) if self.truncate else last, dim - 1))
         if low == high:
             high += 0.001  # as in transformers: the ramp becomes a step
         kept = 1 - torch.clamp((torch.arange(len(powers), dtype=torch.float32) - low) / (high - low), 0, 1)

@@ -60,7 +60,23 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
         small["mlp_layer_types"] = ["dense"] + ["sparse"] * (int(small["num_hidden_layers"]) - 1)
     if "num_local_experts" in values:
         small["intermediate_size"] = 24 * math.lcm(parallel.tp, parallel.etp)
+    if values.get("model_type") == "gpt_oss":
+        small |= _gpt_oss(parallel)
+    small.pop("quantization_config", None)
     return small
+
+
+def _gpt_oss(parallel: ParallelConfig) -> dict[str, Any]:
+    """Return sizes with a window that rows exceed, and experts that vLLM's kernels for CPUs take."""
+    layers = _num_layers(parallel)
+    return {
+        "hidden_size": 64 * parallel.tp,
+        "intermediate_size": 64 * parallel.tp,
+        "num_attention_heads": 4 * parallel.tp,
+        "num_key_value_heads": 2 * parallel.tp,
+        "sliding_window": 8,
+        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
+    }
 
 
 def _num_layers(parallel: ParallelConfig) -> int:

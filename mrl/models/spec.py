@@ -26,6 +26,9 @@ class MoeSpec:
     shared_ffn: int = 0  # rows of the expert that every token uses, or 0
     num_groups: int = 1  # a token's experts come from its best groups only
     groups_per_token: int = 1
+    clamp: float | None = None
+    """Limit of an expert's gate and up. Such experts multiply quick_gelu(gate) by up + 1, and they and the router have
+    biases. None: silu(gate) times up, without limits and biases."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class ModelSpec:
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    layers_without_window: frozenset[int] = frozenset()
+    sinks: bool = False  # one learned logit per head takes part in the softmax of attention, and adds nothing to it
+    output_bias: bool = False  # of attention's output projection
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
     num_predicting_layers: int = 0
@@ -108,12 +114,14 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Parameters of the language model. Tied embeddings count once. A router's frozen bias is no parameter."""
         attention = self._attention_weights + (self.qkv_rows if self.qkv_bias else 0)
+        attention += (self.num_heads if self.sinks else 0) + (self.hidden if self.output_bias else 0)
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         if self.mla:
             norms += (self.mla.q_rank or 0) + self.mla.kv_rank
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         experts = self.moe.num_experts if self.moe else 0
-        return self.num_layers * (attention + norms) + self._mlp_weights(experts) + embeddings + self.hidden
+        mlp = self._mlp_weights(experts) + _mlp_biases(self)
+        return self.num_layers * (attention + norms) + mlp + embeddings + self.hidden
 
     @property
     def flops_per_token(self) -> int:
@@ -144,13 +152,17 @@ class ModelSpec:
         """Return the elements that an engine's rank caches per token: keys and values of its heads, or the latents."""
         if self.mla:
             return self.num_layers * (self.mla.kv_rank + self.mla.rope_dim)
-        return 2 * self.num_layers * max(1, self.num_kv_heads // tp) * self.head_dim
+        # With a window in all layers, the cache is planned as if nothing left it.
+        num_layers = len(self.layers_without_window) or self.num_layers
+        return 2 * num_layers * max(1, self.num_kv_heads // tp) * self.head_dim
 
     def sequence_flops(self, num_tokens: int) -> int:
         """Return the forward FLOPs of one sequence, counting only pairs inside the causal mask and the window."""
         window = min(num_tokens, self.sliding_window or num_tokens)
         pairs = window * (window + 1) // 2 + (num_tokens - window) * window
-        return self.flops_per_token * num_tokens + self.attention_flops_per_token_pair * pairs
+        unseen = num_tokens * (num_tokens + 1) // 2 - pairs  # pairs outside the window
+        more = unseen * len(self.layers_without_window) // self.num_layers
+        return self.flops_per_token * num_tokens + self.attention_flops_per_token_pair * (pairs + more)
 
     @property
     def _attention_weights(self) -> int:
@@ -171,3 +183,12 @@ class ModelSpec:
         expert_layer = 3 * self.hidden * (num_experts * self.moe.expert_ffn + self.moe.shared_ffn)
         expert_layer += self.moe.num_experts * self.hidden
         return dense + num_moe_layers * expert_layer
+
+
+def _mlp_biases(spec: ModelSpec) -> int:
+    """Return the biases of all experts and routers."""
+    moe = spec.moe
+    if moe is None or moe.clamp is None:
+        return 0
+    per_layer = moe.num_experts * (1 + 2 * moe.expert_ffn + spec.hidden)
+    return per_layer * sum(map(spec.has_experts, range(spec.num_layers)))

@@ -28,7 +28,7 @@ _UNFUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-_TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_TE_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,19 @@ def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
     return tensors
 
 
+def file_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
+    """Return the same tensors as the files hold them: in some families, one tensor holds all experts of a layer."""
+    shapes: dict[str, Shape] = {}
+    for name, shape in hf_tensors(spec, head).items():
+        part = FAMILIES[spec.family].stored(name)
+        if part is None:
+            shapes[name] = shape
+        else:
+            assert spec.moe is not None, f"{name} is part of an expert, but the model has none"
+            shapes[part.file] = part.file_shape(spec.moe.num_experts, shape)
+    return shapes
+
+
 @cache
 def float32_tensors(spec: ModelSpec) -> frozenset[str]:
     """Return the Hugging Face tensors that files and the trainer keep in float32 in models of any dtype."""
@@ -134,4 +147,4 @@ def local_name(name: str) -> str:
     for fused, plain in _UNFUSED_NORMS.items():
         if name.endswith(f".{fused}"):
             return name.removesuffix(fused) + plain
-    return _TE_EXPERT.sub(r"mlp.experts.local_experts.\2.\1.weight", name)
+    return _TE_EXPERT.sub(r"mlp.experts.local_experts.\3.\1.\2", name)

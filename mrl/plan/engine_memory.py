@@ -25,6 +25,8 @@ class EngineMemory:
     cache_bytes: int
     token_bytes: int
     """Bytes of the keys and values of one token on one device."""
+    window_bytes: int
+    """Bytes of the keys and values of one sample in layers with a window, if other layers have none."""
     sample_bytes: int
     """Bytes of a sample of full length."""
     max_sequences: int
@@ -43,7 +45,12 @@ class EngineMemory:
 
     @property
     def cache_tokens(self) -> int:
+        """Return the tokens that fit, if layers with a window among others without one keep none."""
         return max(0, self.cache_bytes) // self.token_bytes
+
+    def num_held(self, tokens: float) -> float:
+        """Return how many samples of that length fit into the cache."""
+        return max(0, self.cache_bytes) / (tokens * self.token_bytes + self.window_bytes)
 
     @property
     def full_samples(self) -> int:
@@ -75,7 +82,8 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
         ),
         cache_bytes=cache,
         token_bytes=demand.token_bytes,
-        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout),
+        window_bytes=demand.window_bytes,
+        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout) + demand.window_bytes,
         max_sequences=sequences,
         max_tokens=tokens,
         bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest / _SLOT_SHARE)),

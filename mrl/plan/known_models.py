@@ -65,6 +65,23 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT | {"q_lora_rank": 1536, "v_head_dim": 128, "num_experts_per_tok": 8, **_NOAUX},
     "kimi_k2": _LATENT | {"q_lora_rank": 1536, "v_head_dim": 128, "num_experts_per_tok": 8, **_NOAUX},
     "glm4_moe_lite": _LATENT | {"q_lora_rank": 768, "v_head_dim": 256, "num_experts_per_tok": 4},
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1.5e5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "max_position_embeddings": 131072,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_experts_per_tok": 4,
+    },
     "mixtral": {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
@@ -112,6 +129,8 @@ _SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "Kimi-K2": ("kimi_k2", (61, 7168, 64, 64, 18432, 163840, False)),
     "Moonlight-16B-A3B": ("deepseek_v3", (27, 2048, 16, 16, 11264, 163840, False)),
     "GLM-4.7-Flash": ("glm4_moe_lite", (47, 2048, 20, 20, 10240, 154880, False)),
+    "gpt-oss-20b": ("gpt_oss", (24, 2880, 64, 8, 2880, 201088, False)),
+    "gpt-oss-120b": ("gpt_oss", (36, 2880, 64, 8, 2880, 201088, False)),
     "Mixtral-8x7B": ("mixtral", (32, 4096, 32, 8, 14336, 32000, False)),
     "Mixtral-8x22B": ("mixtral", (56, 6144, 48, 8, 16384, 32768, False)),
 }
@@ -190,6 +209,8 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 202752,
         "rope_theta": 1e6,
     },
+    "gpt-oss-20b": {"num_local_experts": 32},
+    "gpt-oss-120b": {"num_local_experts": 128},
 }
 """Keys in which models of one family differ."""
 _VARIANT = re.compile(r"(-(instruct|base|chat|thinking|hf|v?\d[\d.]*))*", re.IGNORECASE)

@@ -26,6 +26,7 @@ from mrl.dtypes import ITEM_BYTES
 from mrl.models.layout import layers_of_chunk
 from mrl.models.rollout_table import EngineSizes, engine_bytes
 from mrl.models.spec import ModelSpec
+from mrl.models.windows import mean_visible
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import head_of, scoring_phase
@@ -176,7 +177,7 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     engine = engine_memory(config, spec, device)
     engines, tp = num_engines(config), config.rollout.tp
     samples = samples_per_step(config.batch) / engines
-    fits_whole = samples * lengths.whole <= engine.cache_tokens
+    fits_whole = samples <= engine.num_held(lengths.whole)
     batch = max(1.0, min(samples, math.inf if fits_whole else rows_by_cache(engine, lengths), engine.max_sequences))
     step_s, context = decode_step(subject, engine), lengths.prompt + lengths.response / 2
     # The last remaining samples run a few at a time, until the longest has ended.
@@ -195,7 +196,7 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
 
 def rows_by_cache(engine: EngineMemory, lengths: Lengths) -> float:
     """Return how many samples fit into an engine's cache if the running samples are half grown on average."""
-    return engine.cache_tokens / (lengths.prompt + lengths.response / 2)
+    return engine.num_held(lengths.prompt + lengths.response / 2)
 
 
 def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, float], float]:
@@ -216,8 +217,9 @@ def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, fl
     launches_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + ASSUMPTIONS.decode_step_s
 
     def seconds(batch: float, context: float) -> float:
-        read_s = (weights - math.pow(untouched, batch) * experts + batch * context * engine.token_bytes) / bytes_per_s
-        compute_s = batch * (token_flops + pair_flops * context) / flops_per_s
+        cached = context * engine.token_bytes + engine.window_bytes
+        read_s = (weights - math.pow(untouched, batch) * experts + batch * cached) / bytes_per_s
+        compute_s = batch * (token_flops + pair_flops * mean_visible(spec, context)) / flops_per_s
         return max(max(read_s, compute_s) + launches_s, batch * ASSUMPTIONS.decode_sample_s)
 
     return seconds

@@ -27,7 +27,7 @@ def check_agents(
 ) -> Iterator[CheckResult]:
     """Check the chat template, the room for turns, and the environments, without generating."""
     formats = {environment.format for environment in config.agent.environments.values()}
-    if formats - {*TEXT_FORMATS} and not config.data.raw_text:
+    if formats - {*TEXT_FORMATS, "harmony"} and not config.data.raw_text:  # others answer through the template
         yield from _check_template(config, tokenizer)
     for name, environment in config.agent.environments.items():
         yield from _check_room(name, environment, config.rollout.max_response_tokens)

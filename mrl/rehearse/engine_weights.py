@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from mrl.config.schema import Config
 from mrl.errors import MrlError, counted
 from mrl.models.layout import RankPlace
 from mrl.models.parameters import Piece
-from mrl.models.regions import intersection, moved, tiling_problems
+from mrl.models.regions import Shape, intersection, moved, tiling_problems
 from mrl.models.rollout_table import EngineSizes, Fused
 from mrl.models.spec import ModelSpec
 from mrl.models.table import shards_of
@@ -132,24 +131,33 @@ class PlannedWeights:
 
 def differences(rank: int, planned: Iterable[Fused], loaded: Iterable[Fused]) -> Iterator[ParameterDifference]:
     """Yield the differences between the tensors of the plan and the parameters that vLLM's loader fills."""
-    by_name = {tensor.name: tensor for tensor in loaded}
+    tensors, by_name = [*planned], {tensor.name: tensor for tensor in loaded}
+    yield from shape_differences(rank, tensors, {name: tensor.shape for name, tensor in by_name.items()})
+    for tensor in tensors:
+        other = by_name.get(tensor.name)
+        if other is not None and other.shape == tensor.shape:
+            yield from (ParameterDifference(rank, tensor.name, *pair) for pair in _contents(tensor, other))
+
+
+def shape_differences(
+    rank: int, planned: Iterable[Fused], shapes: Mapping[str, Shape]
+) -> Iterator[ParameterDifference]:
+    """Yield the differences between the names and shapes of the plan and those of vLLM's parameters."""
+    left = dict(shapes)
     for tensor in planned:
-        if (other := by_name.pop(tensor.name, None)) is None:
+        if (shape := left.pop(tensor.name, None)) is None:
             yield ParameterDifference(
                 rank, tensor.name, f"shape {list(tensor.shape)}", "no parameter that is still to be filled"
             )
-        elif other.shape != tensor.shape:
-            yield ParameterDifference(rank, tensor.name, f"shape {list(tensor.shape)}", f"shape {list(other.shape)}")
-        else:
-            yield from (ParameterDifference(rank, tensor.name, *pair) for pair in _contents(tensor, other))
-    for name, tensor in by_name.items():
-        yield ParameterDifference(rank, name, "nothing", f"shape {list(tensor.shape)}")
+        elif shape != tensor.shape:
+            yield ParameterDifference(rank, tensor.name, f"shape {list(tensor.shape)}", f"shape {list(shape)}")
+    for name, shape in left.items():
+        yield ParameterDifference(rank, name, "nothing", f"shape {list(shape)}")
 
 
 def _contents(planned: Fused, loaded: Fused) -> Iterator[tuple[str, str]]:
     """Yield where two tensors of the same shape have different contents."""
-    shape = planned.shape
-    matrix = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape
+    matrix = planned.matrix
     boxes = [*(piece.target for piece in planned.pieces), *planned.padding]
     if problem := next(tiling_problems(matrix, boxes), None):
         yield f"no exact cover: {problem}", "a value for each element"

@@ -74,22 +74,24 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output = torch.empty_like(query)
+        ctx.sinks = sinks
         ctx.save_for_backward(query, key, value, output, torch.empty(query.shape[:2], dtype=torch.float32))
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *_ = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        sinks = None if ctx.sinks is None else torch.empty_like(ctx.sinks)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sinks
 
 
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
     width = value.shape[-1]
     value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-    output: Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    output: Tensor = _Attention.apply(query, key, value, module.softmax_offset)  # type: ignore[no-untyped-call]
     return output[..., :width].reshape(query.shape[0], -1)
 
 
@@ -161,9 +163,27 @@ class _WeightedSwiglu(torch.autograd.Function):
         return torch.empty_like(gate_and_up), torch.empty_like(probs)
 
 
+class _Biases(torch.autograd.Function):
+    """Biases that a grouped product adds by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *biases: Tensor) -> Tensor:
+        ctx.biases = biases
+        return x.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0], *map(torch.empty_like, ctx.biases)
+
+
+def _product(module: Any, x: Tensor, name: str) -> Tensor:
+    layers = [getattr(expert, name) for expert in module.local_experts]
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers if layer.bias is not None]
+    product: Tensor = _GroupedProduct.apply(x, weights[0].shape[0], *weights)  # type: ignore[no-untyped-call]
+    return _Biases.apply(product, *biases) if biases else product  # type: ignore[no-untyped-call]
+
+
 def experts(module: Any, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
     """Run all experts of a rank as Transformer Engine's grouped layers do."""
-    inner, outer = ([getattr(e, name).weight for e in module.local_experts] for name in ("linear_fc1", "linear_fc2"))
-    gate_and_up = _GroupedProduct.apply(tokens, inner[0].shape[0], *inner)  # type: ignore[no-untyped-call]
-    activated = _WeightedSwiglu.apply(gate_and_up, probs)  # type: ignore[no-untyped-call]
-    return _GroupedProduct.apply(activated, outer[0].shape[0], *outer), None  # type: ignore[no-untyped-call]
+    activated = _WeightedSwiglu.apply(_product(module, tokens, "linear_fc1"), probs)  # type: ignore[no-untyped-call]
+    return _product(module, activated, "linear_fc2"), None

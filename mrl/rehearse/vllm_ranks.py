@@ -22,8 +22,15 @@ from mrl.config.schema import Config
 from mrl.dtypes import dtype_name, torch_dtype
 from mrl.models.families import FAMILIES, read_spec
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
-from mrl.models.table import hf_tensors
-from mrl.rehearse.engine_weights import EngineRanks, EngineReport, ParameterDifference, PlannedWeights, differences
+from mrl.models.table import file_tensors, hf_tensors
+from mrl.rehearse.engine_weights import (
+    EngineRanks,
+    EngineReport,
+    ParameterDifference,
+    PlannedWeights,
+    differences,
+    shape_differences,
+)
 from mrl.rehearse.model_files import write_config
 from mrl.rehearse.vllm_world import build, engine_rank, load
 from mrl.rollout.capacity import engine_share
@@ -57,6 +64,10 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
                 name, found = type(built).__name__, list(_wrong_dtypes(rank, built, dtype, wide))
                 if reason := full_tensor_reason(built):
                     reason = f"{name} takes whole tensors, which only vLLM's loader can divide: {reason}"
+                elif file_tensors(spec, "lm") != hf_tensors(spec, "lm"):
+                    reason = f"{name} transposes experts while it loads them: only names and shapes are compared"
+                    shapes = {key: tuple(parameter.shape) for key, parameter in built.named_parameters()}
+                    found += shape_differences(rank, planned.of(rank), shapes)
                 else:
                     found += differences(rank, planned.of(rank), load(built, hf_tensors(spec, "lm"), dtype))
                 ranks.append(_figures(rank, built, found))

@@ -12,6 +12,7 @@ from mrl.config.schema import Config
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.rollout_table import engine_bytes
 from mrl.models.spec import ModelSpec
+from mrl.models.windows import window_elements
 from mrl.rounding import round_up
 
 MAX_SEQUENCES = 1024
@@ -53,6 +54,11 @@ class EngineDemand:
     def token_bytes(self) -> int:
         """Return the bytes that one device caches of one token."""
         return self.spec.cached_elements(self.tp) * self.item_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """Return the bytes that one device caches of one sample of any length in layers with a window."""
+        return window_elements(self.spec, self.tp) * self.item_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -101,7 +107,7 @@ def engine_capacity(demand: EngineDemand) -> EngineCapacity:
         sequences, tokens = _MIN_SEQUENCES, max(_CPU_TOKENS, demand.max_tokens)  # without chunked prefill
     else:
         cache = demand.cache_bytes(demand.work_bytes(_MIN_SEQUENCES, _FEW_TOKENS))
-        num_held = max(0, cache) // (demand.token_bytes * max(1, demand.max_tokens // 4))
+        num_held = max(0, cache) // (demand.token_bytes * max(1, demand.max_tokens // 4) + demand.window_bytes)
         sequences = min(MAX_SEQUENCES, round_up(min(num_wanted, max(num_held, _MIN_SEQUENCES)), _SEQUENCE_STEP))
         tokens = _TOKENS if num_held >= num_wanted else _FEW_TOKENS
         if options.get("enable_chunked_prefill") is False:

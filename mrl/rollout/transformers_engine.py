@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from mrl.errors import RolloutError
-from mrl.models.fp8_blocks import read_block
+from mrl.models.families import FAMILIES
 from mrl.models.hf_config import HfConfig
 from mrl.models.mla import set_latent_epsilon
+from mrl.models.stored import as_in_files
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.weight_sync.digest import Digests
@@ -40,9 +41,9 @@ class TransformersEngine(RolloutEngine):
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         self.full_tensor_reason = "a transformers model has no fused tensors"
-        if read_block(HfConfig.read(settings.model)):
+        if "quantization_config" in HfConfig.read(settings.model):
             fix = "rollout.engine=vllm, or use the full-precision model"
-            raise RolloutError("this engine does not load models in FP8", where=str(settings.model), fix=fix)
+            raise RolloutError("this engine does not load quantized models", where=str(settings.model), fix=fix)
         dtype = getattr(torch, settings.dtype)
         self.model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
         set_latent_epsilon(self.model)
@@ -115,6 +116,8 @@ class TransformersEngine(RolloutEngine):
             for name, tensor in bucket.tensors.items():
                 tensors[name] = tensor.clone()
                 digests.add(name, tensors[name])
+        stored = FAMILIES[self.model.config.model_type].stored
+        tensors = as_in_files(tensors, stored, getattr(self.model.config, "num_experts", 0))
         model, report = type(self.model).from_pretrained(
             None, state_dict=tensors, config=self.model.config, dtype=self.model.dtype, output_loading_info=True
         )

@@ -32,7 +32,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from mrl.config.libraries.vllm_fields import OWNED
 from mrl.errors import RolloutError, SetupError
 from mrl.models.families import FAMILIES, read_spec
-from mrl.models.fp8_blocks import read_block
 from mrl.models.hf_config import HfConfig
 from mrl.rollout.capacity import EngineDemand, engine_capacity
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, RolloutEngine
@@ -255,7 +254,7 @@ def _model_arguments(settings: EngineSettings) -> dict[str, Any]:
     spec = read_spec(settings.model)
     # Log-probs of logits rounded to bfloat16 are off by 0.01; the trainer's head is float32, too.
     overrides: dict[str, Any] = {"head_dtype": "float32", **FAMILIES[spec.family].engine_overrides}
-    if not settings.loads_files and read_block(HfConfig.read(settings.model)):
+    if not settings.loads_files and "quantization_config" in HfConfig.read(settings.model):
         overrides["quantization_config"] = None  # the trainer sends unquantized weights
     own: dict[str, Any] = route_arguments(settings.device) if settings.returns_routes else {}
     if spec.mla and settings.device == "cpu":

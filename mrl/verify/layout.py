@@ -164,8 +164,8 @@ def make_random(values: Mapping[str, Any], head: Head, directory: Path, dtype: t
         torch.manual_seed(0)
         model = kind.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for tensor in model.state_dict().values():
-                if tensor.ndim == 1:
+            for name, tensor in model.state_dict().items():
+                if tensor.ndim == 1 or name.endswith("_bias"):
                     tensor.add_(0.1 * torch.randn_like(tensor))
             for parameter in model.parameters():
                 parameter.data = parameter.to(dtype)  # buffers stay float32, as in published files

@@ -137,7 +137,8 @@ class WeightExchange:
         for transfer in transfers:
             matrix = matrices[transfer.tensor]
             for region_copy in transfer.region.copies:
-                matrix[_index(region_copy.target)].copy_(self._source(transfer, region_copy))
+                target = matrix[_index(region_copy.target)]
+                target.copy_(self._source(transfer, region_copy).view(target.shape))
 
     def _source(self, transfer: Transfer, region_copy: RegionCopy) -> Tensor:
         return self._held[transfer.site.chunk, transfer.site.prefix + region_copy.name][_index(region_copy.source)]

@@ -110,7 +110,7 @@ class ShardIntersections:
         for expert in range(moe.num_experts):
             ep, local = divmod(expert, num_local)
             for parameter in FAMILIES[self.spec.family].expert(self.spec, layer, expert):
-                assert parameter.split, f"{parameter.name} of an expert is not split over etp"
+                assert parameter.split or self.layout.etp == 1, f"{parameter.name} of an expert is not split over etp"
                 for etp in range(self.layout.etp):
                     name = f"mlp.experts.local_experts.{local}.{parameter.name}"
                     yield ShardOwner(True, ep, etp), name, parameter.share(etp, self.layout.etp)[1]

@@ -53,6 +53,19 @@ GOLDEN: list[tuple[str, str, list[tuple[str, Any]]]] = [
         '{"name": "now", "parameters": {}}<|eom_id|>',
         [("add", {"a": "x; {y}"}), ("now", {})],
     ),
+    ("harmony", "<|channel|>final<|message|>It is 4, to=functions.add.<|return|>", []),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>I call functions.add, to=functions.no.<|end|><|start|>assistant<|channel|>"
+        'commentary to=functions.add <|constrain|>json<|message|>{"a": 12, "q": "ö\\n"}<|call|>',
+        [("add", {"a": 12, "q": "ö\n"})],
+    ),
+    (
+        "harmony",
+        " to=functions.now<|channel|>commentary json<|message|>{}<|end|><|start|>assistant to=functions.look<|channel|>"
+        'commentary<|message|>{"at": [1]}',
+        [("now", {}), ("look", {"at": [1]})],
+    ),
     ("search_r1", "<think> Who? </think>\n<search> who wrote\nit </search>", [("search", {"query": "who wrote\nit"})]),
     ("search_r1", "<answer> Beijing </answer>\n", [("answer", {"answer": "Beijing"})]),
     ("search_r1", "<answer> a <search> b </search>", [("search", {"query": "b"})]),
@@ -89,6 +102,7 @@ def test_a_cut_turn_is_told_of_the_limit_and_not_that_it_forgot_to_call() -> Non
     for name, text in (
         ("hermes", '<tool_call>{"name": "add"'),
         ("llama3_json", '{"name": "ad'),
+        ("harmony", "<|channel|>commentary to=functions.add"),
         ("search_r1", "<think> Who"),
     ):
         (call,) = calls_of(load_format(name), text, "length")
@@ -119,6 +133,11 @@ def test_a_cut_turn_is_told_of_the_limit_and_not_that_it_forgot_to_call() -> Non
         ),
         ("llama3_json", "<|python_tag|>print(1)<|eom_id|>", "not valid JSON: Expecting value at character 0."),
         ("llama3_json", '{"name": "add"}', 'no "parameters"'),
+        ("harmony", '<|channel|>commentary to=functions.add<|message|>{"a": 1} {', "not valid JSON: Extra data"),
+        ("harmony", "<|channel|>commentary to=functions.add<|message|>[1]", 'no "arguments" that are a JSON object.'),
+        ("harmony", "<|channel|>commentary to=python<|message|>print(1)", "addressed to=functions.NAME"),
+        ("harmony", "<|channel|>commentary to=functions.<|message|>{}", "addressed to=functions.NAME"),
+        ("harmony", "<|channel|>commentary to=functions.add", "There is no <|message|> before the arguments"),
         ("search_r1", "It is Beijing.", INVALID_ACTION),
         ("search_r1", "<search> who </answer>", INVALID_ACTION),
         ("search_r1", "<search> q </search><information> It is so. </information>", INVALID_ACTION),
@@ -154,7 +173,7 @@ def test_thoughts_that_the_prompt_began_are_not_parsed() -> None:
 def test_no_text_is_an_error(name: str, data: st.DataObject) -> None:
     pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
     pieces += ['{"name": "f", ', '"arguments": ', '"parameters": ', *("{}", "}", "{", ";", "<|python_tag|>")]
-    pieces += ['"', "\\ud800", "1"]
+    pieces += ['"', "\\ud800", "1", "<|channel|>", "to=functions.f", "<|message|>", "<|call|>"]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces) | st.text(max_size=3), max_size=12)))
     for finish in ("stop", "length"):
         for call in calls_of(load_format(name), text, finish):

@@ -14,6 +14,8 @@ from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.parallel import model_parallel
 from mrl.engine.scores import ScoreRequest
 from mrl.engine.weights import held_tensors
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader
 from mrl.models.regions import slices
 from mrl.models.table import Head, hf_tensors
 from mrl.verify.spawn import run_distributed
@@ -49,7 +51,6 @@ def engine_gradients(models: list[tuple[str, Head]]) -> list[Gradients]:
 
 def transformers_gradients(path: str, head: Head, directory: Path) -> Gradients:
     """Return gradients of the same loss, exported as if they were weights, so that they get the names of the files."""
-    from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from tests.engine.tiny_training import LENGTHS, VOCAB
@@ -70,7 +71,9 @@ def transformers_gradients(path: str, head: Head, directory: Path) -> Gradients:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(directory)
     buffers = {name for name, _ in model.named_buffers()}  # saved with their values: they have no gradient
-    return {name: x for name, x in load_file(directory / "model.safetensors").items() if name not in buffers}
+    reader = HfReader(directory)  # some files have a layer's experts in one tensor
+    names = hf_tensors(read_spec(directory), head).keys() - buffers
+    return {name: reader.whole(name).numpy() for name in names}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,14 @@ def test_transformer_engine_is_not_asked_for_a_window_over_context_ranks(
     monkeypatch.setattr("mrl.engine.model.has_transformer_engine", lambda: True)
     with pytest.raises(EngineError, match=r"sliding window of \d+ tokens with cp=2\s+fix: set parallel.cp=1"):
         config_of(tiny_spec["mistral"], over_two)
+
+
+def test_sinks_on_a_gpu_need_transformer_engine(tmp_path: Path) -> None:
+    request = ModelRequest(read_spec(make_tiny("gpt_oss", tmp_path)), "lm", "float32", {})
+    groups = groups_of(ParallelConfig())
+    assert transformer_config(request, groups).softmax_type == "learnable"
+    with pytest.raises(EngineError, match=r"gpt_oss has sinks in its softmax.*\n.*install Transformer Engine"):
+        transformer_config(request, replace(groups, device=torch.device("cuda")))
 
 
 def fused_linear_layers(path: str, wanted: bool, groups: ParallelGroups) -> tuple[bool, set[bool]]:

@@ -207,3 +207,39 @@ MOONLIGHT = {
     "routed_scaling_factor": 2.446,
     "topk_group": 1,
 }
+GPT_OSS_20B = _config(
+    "gpt_oss",
+    "GptOss",
+    (2880, 2880, 24, 64, 8, 131072, 201088),
+    1e-5,
+    attention_bias=True,
+    attention_dropout=0.0,
+    experts_per_token=4,
+    head_dim=64,
+    initial_context_length=4096,
+    layer_types=["sliding_attention", "full_attention"] * 12,
+    num_experts_per_tok=4,
+    num_local_experts=32,
+    quantization_config={
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    rope_scaling={
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    rope_theta=150000,
+    router_aux_loss_coef=0.9,
+    sliding_window=128,
+    swiglu_limit=7.0,
+)
+GPT_OSS_120B = {
+    **GPT_OSS_20B,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}

@@ -30,3 +30,19 @@ def quantize(path: Path) -> Path:
 def expanded(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return the scale of each element of a matrix."""
     return scales.repeat_interleave(BLOCK[0], 0)[:rows].repeat_interleave(BLOCK[1], 1)[:, :columns]
+
+
+def pack_mxfp4(path: Path) -> Path:
+    """Replace the experts of a model of gpt-oss, in place, by random numbers in MXFP4."""
+    tensors = load_file(path / "model.safetensors")
+    noise = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=noise, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 126, shape, generator=noise, dtype=torch.uint8)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return path

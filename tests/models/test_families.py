@@ -45,6 +45,8 @@ def spec_from(values: dict[str, Any], **changes: Any) -> ModelSpec:
         (published.GLM_45_AIR, 106.852),
         (published.DEEPSEEK_V3, 671.026),
         (published.MOONLIGHT, 15.960),
+        (published.GPT_OSS_20B, 20.915),
+        (published.GPT_OSS_120B, 116.829),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )

@@ -28,11 +28,12 @@ CASES += [(family, EngineSizes(tp, tp)) for family in MOE_FAMILIES for tp in (2,
 def assembled(reader: HfReader, fused: Fused) -> torch.Tensor:
     """The parameter, from a model's files."""
     tensor = torch.full(fused.shape, torch.nan)
-    matrix = tensor.view(-1, fused.shape[-1]) if len(fused.shape) > 1 else tensor
+    matrix = tensor.view(fused.matrix)
     for box in fused.padding:
         matrix[slices(box)] = 0
     for piece in fused.pieces:
-        matrix[slices(piece.target)] = reader.read(piece.hf, piece.source)
+        target = matrix[slices(piece.target)]
+        target.copy_(reader.read(piece.hf, piece.source).reshape(target.shape))
     return tensor
 
 
@@ -44,10 +45,8 @@ def test_all_ranks_together_hold_every_element_and_none_twice_on_a_rank(
     boxes: dict[str, set[Region]] = defaultdict(set)
     for rank in range(sizes.tp):
         for fused in rollout_tensors(spec, sizes, rank):
-            rows = torch.Size(fused.shape).numel() // fused.shape[-1]
-            matrix = (rows, fused.shape[-1]) if len(fused.shape) > 1 else fused.shape
             targets = [piece.target for piece in fused.pieces]
-            assert not list(tiling_problems(matrix, [*targets, *fused.padding])), fused.name
+            assert not list(tiling_problems(fused.matrix, [*targets, *fused.padding])), fused.name
             for piece in fused.pieces:
                 boxes[piece.hf].add(piece.source)
     for name, shape in hf_tensors(spec, "lm").items():

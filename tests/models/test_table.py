@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
 from mrl.models.complete import check_complete
-from mrl.models.families import read_spec, spec_of
+from mrl.models.families import FAMILIES, read_spec, spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import RankPlace, layers_of_chunk
@@ -36,6 +36,7 @@ LAYOUTS = [
 EXPERT_LAYOUTS = [Layout(ep=2), Layout(tp=2, etp=2), Layout(tp=4, pp=2, ep=2, etp=2), Layout(pp=2, vpp=2, ep=4)]
 CASES = [(family, layout) for family in TINY_FAMILIES for layout in LAYOUTS]
 CASES += [(family, layout) for family in MOE_FAMILIES for layout in EXPERT_LAYOUTS]
+CASES = [(family, layout) for family, layout in CASES if family != "gpt_oss" or layout.etp == 1]
 
 
 def places(layout: Layout) -> list[RankPlace]:
@@ -58,12 +59,17 @@ def scatter(path: Path, spec: ModelSpec, layout: Layout, head: Head) -> dict[Ran
     }
 
 
-def assert_gathers_to(saved: dict[str, torch.Tensor], ranks: dict[RankPlace, dict[Shard, torch.Tensor]]) -> None:
+def assert_gathers_to(
+    saved: dict[str, torch.Tensor], ranks: dict[RankPlace, dict[Shard, torch.Tensor]], family: str = "llama"
+) -> None:
     gathered = {name: torch.full_like(tensor, torch.nan) for name, tensor in saved.items()}
+    stored = FAMILIES[family].stored
     for shards in ranks.values():
         for shard, tensor in shards.items():
             for piece in shard.pieces:
-                gathered[piece.hf][slices(piece.source)] = tensor[slices(piece.target)]
+                part = stored(piece.hf)
+                whole = part.view(gathered[part.file]) if part else gathered[piece.hf]
+                whole[slices(piece.source)] = tensor[slices(piece.target)]
             assert all(not tensor[slices(box)].any() for box in shard.padding)
     assert all(torch.equal(gathered[name], saved[name]) for name in saved)
 
@@ -73,7 +79,7 @@ def test_scattered_and_gathered_is_the_same_to_the_bit(tiny: Tiny, family: str, 
     path = tiny(family)
     spec = read_spec(path)
     check_complete(spec, layout, "lm")
-    assert_gathers_to(load_file(path / "model.safetensors"), scatter(path, spec, layout, "lm"))
+    assert_gathers_to(load_file(path / "model.safetensors"), scatter(path, spec, layout, "lm"), spec.family)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3_moe"])

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -113,11 +114,34 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         Glm4MoeLiteConfig,
         {**LATENT, "q_lora_rank": None, "v_head_dim": 40, "num_experts_per_tok": 2, "rms_norm_eps": 1e-6},
     ),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            "hidden_size": 128,
+            "intermediate_size": 128,  # a square projection: a transposed one would load
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 TINY_FAMILIES = tuple(CONFIGS)
-MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "mixtral")
+MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "mixtral")
 CORRECTION_BIAS = "e_score_correction_bias"
+LARGE = (".sinks", "_proj_bias")  # of gpt-oss: so large that the limits of experts and the sinks matter
 
 
 def tiny_config(family: str) -> PretrainedConfig:
@@ -145,9 +169,11 @@ def make_tiny(
     kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
+            if name.endswith(LARGE):
+                parameter += 3 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith(CORRECTION_BIAS):
                 buffer += bias + 0.05 * torch.randn_like(buffer)  # more, and some experts never work

@@ -84,7 +84,7 @@ def test_a_mixture_holds_nothing_between_its_updates(tmp_path: Path) -> None:
     (kind,) = rehearsed(
         tmp_path,
         str(CONFIGS / "grpo-qwen2.5-0.5b-1n1g.yaml"),
-        f"model.path={make_tiny('mixtral', tmp_path / 'model')}",
+        f"model.path={make_tiny('gpt_oss', tmp_path / 'model')}",
         *("cluster.devices_per_node=2", "placement.pools.all=2", "batch.samples_per_update=64"),
         *("actor.parallel={ep: 2}", f"actor.megatron={recompute}", "actor.max_tokens_per_device=2048"),
         *("rollout.max_prompt_tokens=64", "rollout.max_response_tokens=64"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.models.tiny_models import CORRECTION_BIAS, tiny_config
+from tests.models.tiny_models import CORRECTION_BIAS, LARGE, tiny_config
 
 VOCAB = 131
 
@@ -21,9 +21,11 @@ def make_small(family: str, directory: Path, seed: int, tied: bool = False) -> P
         config.head_dim = 32
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
+            if name.endswith(LARGE):
+                parameter += 3 * torch.randn_like(parameter)
         for name, buffer in model.named_buffers():
             if name.endswith(CORRECTION_BIAS):
                 buffer += 7 + 0.05 * torch.randn_like(buffer)

@@ -241,9 +241,10 @@ def test_a_replica_of_several_processes_dies_as_a_whole(vllm_fleet: Fleet, alone
         (("qwen3_moe", 1, 2), "qwen3_moe"),
         (("glm4_moe", 1, 2, 2), "glm4_moe"),
         (("deepseek_v3", 1, 2), "deepseek_v3"),
+        (("gpt_oss", 1, 2), "gpt_oss"),
     ],
     indirect=["vllm_fleet"],
-    ids=["parts of all experts", "whole experts and parts of the shared one", "some heads of latents"],
+    ids=["parts of all experts", "whole experts and parts of the shared one", "some heads of latents", "biases once"],
 )
 def test_every_rank_of_an_engine_takes_its_own_shard(
     vllm_fleet: Fleet, family: str, make_engine: Callable[..., RolloutEngine], small: Small

@@ -126,5 +126,7 @@ def test_a_sample_ends_with_the_first_stop_token_or_at_its_length(engine: Rollou
 
 def test_a_model_in_fp8_is_refused(make_engine: Callable[..., RolloutEngine], small: Small, tmp_path: Path) -> None:
     quantized = quantize(Path(shutil.copytree(small("qwen3"), tmp_path / "fp8")))
-    with pytest.raises(RolloutError, match=r"fp8: this engine does not load models in FP8\s*fix: rollout.engine=vllm"):
+    with pytest.raises(
+        RolloutError, match=r"fp8: this engine does not load quantized models\s*fix: rollout.engine=vllm"
+    ):
         make_engine("transformers", quantized)

@@ -28,9 +28,10 @@ def fused(model: Path, tp: int = 1, rank: int = 0, ep: int = 1) -> Iterator[tupl
     reader = HfReader(model)
     for entry in rollout_tensors(read_spec(model), EngineSizes(tp, ep), rank):
         tensor = torch.zeros(entry.shape)
-        matrix = tensor.view(-1, entry.shape[-1]) if len(entry.shape) > 1 else tensor
+        matrix = tensor.view(entry.matrix)
         for piece in entry.pieces:
-            matrix[slices(piece.target)] = reader.read(piece.hf, piece.source)
+            target = matrix[slices(piece.target)]
+            target.copy_(reader.read(piece.hf, piece.source).reshape(target.shape))
         yield entry.name, tensor
 
 

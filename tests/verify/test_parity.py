@@ -46,6 +46,11 @@ LAYOUTS = {
         Layout(pp=2, vpp=2, ep=2),
         Layout(tp=2, cp=2, sequence_parallel=True),
     ],
+    "gpt_oss": [
+        Layout(tp=2, ep=2, sequence_parallel=True),  # each rank has the biases of its experts, and some sinks
+        Layout(pp=2, vpp=2, ep=2),  # windows by the number of the layer in the whole model
+        Layout(tp=2, cp=2, sequence_parallel=True),
+    ],
 }
 MODES = sorted(AGGREGATIONS)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mrl import files
 from mrl.config.arithmetic import longest_sample_tokens
+from mrl.config.rules import gpt_oss
 from mrl.config.rules.lora import check_lora_targets
 from mrl.config.rules.problems import near_divisors, nearest, problem
 from mrl.config.schema import Config, MegatronModelConfig, TrainedModelConfig
@@ -97,11 +98,15 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _latent(role, model, shape)
         if config.cluster.device == "gpu":
             yield from _window(f"{role}.parallel.cp", model.parallel.cp, shape)
+        if shape.family == gpt_oss.FAMILY:
+            yield from gpt_oss.check_gpt_oss(role, model, shape.kv_heads)
     if isinstance(config, Config) and "actor" in roles:
         if config.algorithm.router_replay != "none" and shape.experts is None:
             what = "the model has no experts, so there is nothing to replay"
             yield problem("algorithm.router_replay", what, "algorithm.router_replay=none")
         yield from _heads("rollout.tp", config.rollout.tp, shape)
+        if shape.family == gpt_oss.FAMILY:
+            yield from gpt_oss.check_key_heads("rollout.tp", config.rollout.tp, shape.kv_heads)
         yield from _positions(config, shape)
 
 

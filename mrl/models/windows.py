@@ -1,0 +1,24 @@
+"""Effects of windows in some layers only, on an engine's cache and on attention."""
+
+from __future__ import annotations
+
+from mrl.models.spec import ModelSpec
+
+
+def window_elements(spec: ModelSpec, tp: int) -> int:
+    """Return the elements that an engine's rank caches per sample in layers with a window, if others have none.
+
+    They do not grow with the sample. `ModelSpec.cached_elements` counts the other layers.
+    """
+    if not spec.layers_without_window or spec.sliding_window is None:
+        return 0
+    num_layers = spec.num_layers - len(spec.layers_without_window)
+    return 2 * num_layers * max(1, spec.num_kv_heads // tp) * spec.head_dim * spec.sliding_window
+
+
+def mean_visible(spec: ModelSpec, context: float) -> float:
+    """Return how many tokens a token attends to that has `context` before it, on average over all layers."""
+    if spec.sliding_window is None:
+        return context
+    share = len(spec.layers_without_window) / spec.num_layers
+    return share * context + (1 - share) * min(context, spec.sliding_window)
