@@ -15,7 +15,8 @@ from functools import cache
 from mrl.config.schema import ParallelConfig, RolloutConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.errors import ModelError
-from mrl.models import gqa, mla
+from mrl.models import gdn, gqa, mla
+from mrl.models.decoder import attention_prefix
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
 from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange, columns_of, padded_vocab, whole_tensor
@@ -48,7 +49,7 @@ class EngineSizes:
                 fix="vLLM spreads experts over all ranks of an engine, or splits each over all of them",
             )
         etp = self.tp // self.ep if spec.moe else 1
-        check_layout(ParallelConfig(tp=self.tp, ep=self.ep, etp=etp), spec)
+        check_layout(ParallelConfig(tp=self.tp, ep=self.ep, etp=etp), spec, engine=True)
         if (rows := _padded(spec.vocab)) % self.tp:
             raise ModelError(f"tp {self.tp} does not divide the {rows} rows of vLLM's vocabulary")
 
@@ -59,9 +60,15 @@ class Fused:
 
     name: str
     shape: Shape
-    pieces: tuple[Piece, ...]  # their targets lie in a matrix whose columns are the shape's last axis
+    pieces: tuple[Piece, ...]  # their targets lie in `place`
     padding: tuple[Region, ...]  # vocabulary rows without a token: zeros
     dtype: OwnDtype = None
+
+    @property
+    def place(self) -> Shape:
+        """The shape in which the targets lie. Stacked experts are one matrix, one below another."""
+        is_stacked = len(self.shape) > len(next(iter(self.pieces)).target if self.pieces else self.shape)
+        return (math.prod(self.shape[:-1]), self.shape[-1]) if is_stacked else self.shape
 
 
 def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fused]:
@@ -111,8 +118,11 @@ def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) ->
     prefix = f"model.layers.{layer}."
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
         yield _fused(whole_tensor(prefix + name, prefix + name, spec.hidden), sizes, rank)
-    hf = f"{prefix}self_attn."
-    attention = mla.engine_parameters(spec, spec.mla, hf) if spec.mla else gqa.engine_parameters(spec, hf, sizes.tp)
+    hf = prefix + attention_prefix(spec, layer)
+    if spec.gdn and spec.is_linear(layer):
+        attention = gdn.engine_parameters(spec, spec.gdn, hf)
+    else:
+        attention = mla.engine_parameters(spec, spec.mla, hf) if spec.mla else gqa.engine_parameters(spec, hf, sizes.tp)
     yield from (_fused(parameter, sizes, rank) for parameter in attention)
     if spec.moe and spec.has_experts(layer):
         yield from _expert_tensors(spec, spec.moe, sizes, rank, layer)
@@ -161,6 +171,9 @@ def _router_and_shared(spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[P
         yield Parameter(prefix + names.shared.format("gate_up"), parts, spec.hidden, "rows")
         down = prefix + names.shared.format("down")
         yield columns_of(down, down, spec.hidden, moe.shared_ffn)
+    if moe.shared_gate:
+        gate = prefix + names.shared_gate
+        yield whole_tensor(gate, gate, 1, spec.hidden)
 
 
 def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int | None = None) -> Fused:

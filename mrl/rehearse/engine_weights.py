@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -148,10 +147,8 @@ def differences(rank: int, planned: Iterable[Fused], loaded: Iterable[Fused]) ->
 
 def _contents(planned: Fused, loaded: Fused) -> Iterator[tuple[str, str]]:
     """Yield where two tensors of the same shape have different contents."""
-    shape = planned.shape
-    matrix = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else shape
     boxes = [*(piece.target for piece in planned.pieces), *planned.padding]
-    if problem := next(tiling_problems(matrix, boxes), None):
+    if problem := next(tiling_problems(planned.place, boxes), None):
         yield f"no exact cover: {problem}", "a value for each element"
     copies: dict[str, list[Piece]] = defaultdict(list)
     for piece in loaded.pieces:

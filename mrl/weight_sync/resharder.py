@@ -182,7 +182,7 @@ class EngineTransfer:
         ]
         views = [tensor.view(slot.buffer) for tensor in layout]
         self._open = slot, layout, views
-        matrices = [view.view(-1, view.shape[-1]) if view.ndim > 2 else view for view in views]
+        matrices = [view.view(tensor.fused.place) for view, tensor in zip(views, bucket.tensors, strict=True)]
         for matrix, tensor in zip(matrices, bucket.tensors, strict=True):
             for box in tensor.fused.padding:
                 matrix[slices(box)] = 0

@@ -44,10 +44,8 @@ def test_all_ranks_together_hold_every_element_and_none_twice_on_a_rank(
     boxes: dict[str, set[Region]] = defaultdict(set)
     for rank in range(sizes.tp):
         for fused in rollout_tensors(spec, sizes, rank):
-            rows = torch.Size(fused.shape).numel() // fused.shape[-1]
-            matrix = (rows, fused.shape[-1]) if len(fused.shape) > 1 else fused.shape
             targets = [piece.target for piece in fused.pieces]
-            assert not list(tiling_problems(matrix, [*targets, *fused.padding])), fused.name
+            assert not list(tiling_problems(fused.place, [*targets, *fused.padding])), fused.name
             for piece in fused.pieces:
                 boxes[piece.hf].add(piece.source)
     for name, shape in hf_tensors(spec, "lm").items():
