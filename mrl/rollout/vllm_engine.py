@@ -249,6 +249,8 @@ def _model_arguments(settings: EngineSettings) -> dict[str, Any]:
     if spec.mla and settings.device == "cpu":
         # The kernel for machines with AMX takes only bfloat16, and the one for rotary embeddings no separate heads.
         own = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    if spec.gdn and settings.device == "cpu":
+        own = {"enable_prefix_caching": False}  # for states of linear attention, it needs prefill in chunks
     return {**own, **settings.vllm, "hf_overrides": {**overrides, **(settings.vllm.get("hf_overrides") or {})}}
 
 
