@@ -70,6 +70,8 @@ def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
     """Raise an error if the model has no such target, or if a target includes modules that cannot have adapters."""
     if spec.mla is not None:
         raise ModelError(f"multi-latent attention cannot have adapters yet, as in family {spec.family}")
+    if spec.gdn is not None:
+        raise ModelError(f"linear attention cannot have adapters yet, as in family {spec.family}")
     if spec.moe is not None and (wrong := sorted(lora.modules & set(MLP_TARGETS))):
         what = f"experts cannot have adapters yet, but {', '.join(wrong)} are targets in a model of family"
         raise ModelError(f"{what} {spec.family}", fix="choose targets of the attention, such as [q_proj, v_proj]")

@@ -292,6 +292,7 @@ def _read_delta(config: HfConfig, *, moe: MoeSpec | None = None, interleaved: bo
     )
 
 
+_VISION_AND_MTP = ("model.visual.", "mtp.")
 _GATED_NAMES = ExpertNames(shared="mlp.shared_expert.{}_proj.weight")
 _FLOAT32_SCORES = {"moe_router_dtype": "float32"}  # otherwise vLLM rounds the scores of experts to the model's dtype
 FAMILIES = {
@@ -307,9 +308,25 @@ FAMILIES = {
         Family("deepseek_v3", "DeepseekV3", _read_deepseek_v3, engine_overrides=_FLOAT32_SCORES),
         Family("kimi_k2", "DeepseekV3", _read_deepseek_v3, engine_overrides=_FLOAT32_SCORES),
         Family("glm4_moe_lite", "Glm4MoeLite", _read_glm4_moe_lite, float32_router=True, has_score_head=False),
-        Family("qwen3_5_text", "Qwen3_5", _read_qwen3_5, score_prefix="Qwen3_5Text"),
-        Family("qwen3_5_moe_text", "Qwen3_5Moe", _read_qwen3_5_moe, _GATED_NAMES, has_score_head=False),
-        Family("qwen3_next", "Qwen3Next", _read_qwen3_next, _GATED_NAMES),
+        Family(
+            "qwen3_5_text",
+            "Qwen3_5",
+            _read_qwen3_5,
+            score_prefix="Qwen3_5Text",
+            wrapper="Qwen3_5ForConditionalGeneration",
+            passengers=_VISION_AND_MTP,
+        ),
+        Family(
+            "qwen3_5_moe_text",
+            "Qwen3_5Moe",
+            _read_qwen3_5_moe,
+            _GATED_NAMES,
+            has_score_head=False,
+            wrapper="Qwen3_5MoeForConditionalGeneration",
+            passengers=_VISION_AND_MTP,
+            may_be_stacked=True,
+        ),
+        Family("qwen3_next", "Qwen3Next", _read_qwen3_next, _GATED_NAMES, passengers=("mtp.",)),
     )
 }
 
@@ -321,15 +338,18 @@ def read_spec(path: str | Path) -> ModelSpec:
 
 def spec_of(config: HfConfig) -> ModelSpec:
     """Return the spec described by a `config.json`. Raise an error if mrl cannot train such a model exactly."""
+    whole, config = config, config.of_language_model()
     model_type = config.text("model_type")
     if model_type not in FAMILIES:
         raise config.error("model_type", f'"{model_type}" is not supported', did_you_mean(model_type, FAMILIES))
     family = FAMILIES[model_type]
     known = {family.architecture("lm"), *([family.architecture("score")] if family.has_score_head else [])}
-    listed = config.defaulting(architectures=[]).items("architectures", str)
+    if whole is not config:
+        known = {family.wrapper} - {""}
+    listed = whole.defaulting(architectures=[]).items("architectures", str)
     if not known.issuperset(listed):
-        raise config.error("architectures", f"{', '.join(listed)}: only {' and '.join(sorted(known))} are supported")
-    read_block(config)  # raises an error if the files are quantized in a way that cannot be read
+        raise whole.error("architectures", f"{', '.join(listed)}: only {' and '.join(sorted(known))} are supported")
+    read_block(whole)  # raises an error if the files are quantized in a way that cannot be read
     try:
         return family.read(config)
     except ModelError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from mrl import files
 from mrl.dtypes import torch_dtype
 from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE, check_files
-from mrl.models import fp8_blocks
+from mrl.models import fp8_blocks, stored
+from mrl.models.families import FAMILIES
 from mrl.models.hf_config import HfConfig
-from mrl.models.regions import Region, slices
+from mrl.models.regions import Region, Shape, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import LM_HEAD, SCORE, Head, Shard, hf_tensors
 
@@ -26,26 +27,36 @@ _FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 
 
 class HfReader:
-    """Tensors of a model directory, by name and box."""
+    """Tensors of a model directory, by name and box. Names are those of a language model's own files."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._open: dict[str, Any] = {}
         check_files(self.path)
         if (self.path / INDEX_FILE).exists():
-            self._file_of = self._read_index()
+            files_of_entries = _read_index(self.path)
         elif (self.path / SINGLE_FILE).exists():
-            self._file_of = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
+            files_of_entries = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
-            raise self._nothing_to_read()
+            raise _nothing_to_read(self.path)
+        self._entries = {stored.own_name(entry): entry for entry in files_of_entries}
+        self._file_of = {name: files_of_entries[entry] for name, entry in self._entries.items()}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return stored.find(name, self._file_of) is not None
+
+    def entry(self, name: str) -> tuple[str, stored.Place, tuple[int, ...]]:
+        """Return where a tensor is: the entry's name in its file, the place in it, and the entry's shape."""
+        place = self._place(name)
+        return self._entries[place.entry], place, tuple(self._slice(place.entry).get_shape())
 
     def read(self, name: str, box: Region) -> torch.Tensor:
         """Return a box of one tensor, of a quantized one in float32. Nothing else of the tensor is read."""
-        entry = self._slice(name)
-        tensor: torch.Tensor = entry[slices(box)]
+        place = self._place(name)
+        entry = self._slice(place.entry)
+        tensor: torch.Tensor = entry[slices(place.box(box, tuple(entry.get_shape())))]
+        if place.expert is not None:
+            return tensor[0]
         if entry.get_dtype() != fp8_blocks.FILE_TYPE:
             return tensor
         assert self.block, "`check` refuses FP8 without blocks"
@@ -61,7 +72,8 @@ class HfReader:
         return iter(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        place = self._place(name)
+        return place.shape(tuple(self._slice(place.entry).get_shape()))
 
     def whole(self, name: str) -> torch.Tensor:
         return self.read(name, tuple((0, size) for size in self.shape(name)))
@@ -75,9 +87,13 @@ class HfReader:
         expected = hf_tensors(spec, head)
         ignorable = {LM_HEAD} if spec.tied or (new_head and head == "score") else set()
         optional = {SCORE} if new_head else set()
-        problems = [f"{name} is missing" for name in expected if name not in self and name not in optional]
-        left_out = self._predicting_layers(spec)
-        for name in self._file_of.keys() - left_out:
+        held = self if FAMILIES[spec.family].may_be_stacked else self._file_of
+        problems = [f"{name} is missing" for name in expected if name not in held and name not in optional]
+        left_out, carried = self._predicting_layers(spec), self.passengers(spec)
+        problems += _stacked_problems(self, spec, expected) if held is self else []
+        if carried and self.block:
+            problems.append(f"{carried[0]} would be exported from FP8 files: use the full-precision model")
+        for name in self._file_of.keys() - left_out - set(carried):
             if name in expected:
                 entry = self._slice(name)
                 shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
@@ -87,6 +103,9 @@ class HfReader:
             elif (weight := name.removesuffix(fp8_blocks.SCALES)) in expected and self.block:
                 if weight in self and (kind := self._slice(weight).get_dtype()) != fp8_blocks.FILE_TYPE:
                     problems.append(f"{weight} holds {kind}, but has scales for FP8: its numbers may be unscaled")
+            elif stored.is_stacked(name) and held is self:
+                entry = self._slice(name)
+                problems += self._quantization_problems(name, tuple(entry.get_shape()), entry.get_dtype())
             elif name not in ignorable and not name.endswith(".rotary_emb.inv_freq"):
                 problems.append(f"{name} is unexpected")
         if problems:
@@ -98,6 +117,12 @@ class HfReader:
                 if stacked
                 else "check that config.json and the weights belong together, and that the head is right",
             )
+        if carried:
+            warnings.warn(
+                f"{self.path}: {len(carried)} tensors belong to vision or predict more tokens at once "
+                f"({_beginnings(carried)}). mrl does not train or use them. An export has them unchanged",
+                stacklevel=2,
+            )
         if left_out:
             layers = ", ".join(sorted({".".join(name.split(".")[:3]) for name in left_out}))
             warnings.warn(
@@ -105,6 +130,15 @@ class HfReader:
                 "out: they are not trained, and an exported model has none",
                 stacklevel=2,
             )
+
+    def passengers(self, spec: ModelSpec) -> list[str]:
+        """Return the tensors that exports have unchanged: vision, and layers that predict more tokens."""
+        return sorted(name for name in self._file_of if name.startswith(FAMILIES[spec.family].passengers))
+
+    def _place(self, name: str) -> stored.Place:
+        if (place := stored.find(name, self._file_of)) is None:
+            raise ModelError(f"the tensor {name} does not exist", where=str(self.path))
+        return place
 
     def _quantization_problems(self, name: str, shape: tuple[int, ...], dtype: str) -> Iterator[str]:
         if dtype != fp8_blocks.FILE_TYPE:
@@ -128,11 +162,11 @@ class HfReader:
         return {name for name in self._file_of if name.startswith(prefixes)}
 
     def _slice(self, name: str) -> Any:
-        if name not in self:
+        if name not in self._file_of:
             raise ModelError(f"the tensor {name} does not exist", where=str(self.path))
         file = self._file_of[name]
         try:
-            return self._handle(file).get_slice(name)
+            return self._handle(file).get_slice(self._entries[name])
         except SafetensorError as error:
             raise ModelError(f"{name} cannot be read: {error}", where=str(self.path / file)) from error
 
@@ -147,34 +181,50 @@ class HfReader:
                 ) from error
         return self._open[file]
 
-    def _read_index(self) -> dict[str, str]:
-        where = str(self.path / INDEX_FILE)
-        try:
-            weight_map = json.loads(files.read_text(self.path / INDEX_FILE))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(
-                f"is not an index of weights: {error}", where=where, fix="download the file again"
-            ) from error
-        if not isinstance(weight_map, dict):
-            raise ModelError("is not an index of weights", where=where)
-        for file in weight_map.values():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ModelError(f"{file!r} is not the name of a file in this directory", where=where)
-        return weight_map
 
-    def _nothing_to_read(self) -> ModelError:
-        pickled = sorted(file.name for file in self.path.glob("*.bin")) if self.path.is_dir() else []
-        if pickled:
-            return ModelError(
-                f"{pickled[0]} is a pickle, which may run code when loaded",
-                where=str(self.path),
-                fix="if you trust it, load the model with transformers and `save_pretrained` it as safetensors",
-            )
+def _stacked_problems(reader: HfReader, spec: ModelSpec, expected: Mapping[str, Shape]) -> Iterator[str]:
+    """Yield stacked experts of another number or shape."""
+    num_experts = spec.moe.num_experts if spec.moe else 0
+    for name, shape in expected.items():
+        if name not in reader:
+            continue
+        _, place, entry = reader.entry(name)
+        fits = len(entry) == 3 and entry[0] == num_experts and place.shape(entry) == shape
+        if place.expert is not None and not fits:
+            yield f"{place.entry} has shape {list(entry)}, but {name} has {list(shape)} of {num_experts} experts"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    where = str(path / INDEX_FILE)
+    try:
+        weight_map = json.loads(files.read_text(path / INDEX_FILE))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"is not an index of weights: {error}", where=where, fix="download the file again") from error
+    if not isinstance(weight_map, dict):
+        raise ModelError("is not an index of weights", where=where)
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(f"{file!r} is not the name of a file in this directory", where=where)
+    return weight_map
+
+
+def _nothing_to_read(path: Path) -> ModelError:
+    pickled = sorted(file.name for file in path.glob("*.bin")) if path.is_dir() else []
+    if pickled:
         return ModelError(
-            f"found no {SINGLE_FILE} or {INDEX_FILE}",
-            where=str(self.path),
-            fix="use a model directory with safetensors weights",
+            f"{pickled[0]} is a pickle, which may run code when loaded",
+            where=str(path),
+            fix="if you trust it, load the model with transformers and `save_pretrained` it as safetensors",
         )
+    return ModelError(
+        f"found no {SINGLE_FILE} or {INDEX_FILE}",
+        where=str(path),
+        fix="use a model directory with safetensors weights",
+    )
+
+
+def _beginnings(names: Iterable[str]) -> str:
+    return ", ".join(sorted({".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in names}))
 
 
 def load_shard(reader: HfReader, shard: Shard, model_dtype: torch.dtype) -> torch.Tensor:

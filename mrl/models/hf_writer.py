@@ -26,6 +26,7 @@ from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE
 from mrl.models.families import FAMILIES
 from mrl.models.regions import Region, Shape, slices, tiling_problems, whole
+from mrl.models.source_form import SourceForm
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, float32_tensors, hf_tensors
 
@@ -56,6 +57,7 @@ class HfWriter:
         self._shapes = hf_tensors(spec, head)
         wide = float32_tensors(spec)
         self._dtypes = {name: torch.float32 if name in wide else dtype for name in self._shapes}
+        self._source = SourceForm.of(Path(source_path), spec, head, self._shapes)
         self._boxes: dict[str, list[Region]] = defaultdict(list)
         self._staged = self._directory.with_name(f".{self._directory.name}.partial-{secrets.token_hex(4)}")
         self._staged.mkdir(parents=True)
@@ -100,6 +102,8 @@ class HfWriter:
                 f"not every weight was written exactly once:{problem_list(problems)}", where=str(self._directory)
             )
         self._refuse_existing()
+        for entry in self._source.carried:
+            self._tensors[entry].copy_(self._source.read(entry))
         self._tensors.clear()
         for path in self._staged.rglob("*"):
             files.sync(path)
@@ -121,7 +125,7 @@ class HfWriter:
     def _adapt_config(self, spec: ModelSpec, head: Head, dtype: torch.dtype) -> None:
         """Write the source's configuration with another head and data type, and only with the layers written."""
         config = json.loads((self._staged / "config.json").read_text(encoding="utf-8"))
-        config["architectures"] = [FAMILIES[spec.family].architecture(head)]
+        config = self._source.adapted(config, FAMILIES[spec.family].architecture(head))
         if spec.num_predicting_layers:
             config["num_nextn_predict_layers"] = 0
         config.pop("quantization_config", None)
@@ -135,8 +139,11 @@ class HfWriter:
 
     def _make_files(self, max_file_bytes: int) -> dict[str, torch.Tensor]:
         """Create the files at their full length. Return every tensor as a view of its place in them."""
-        tensors_by_name = {name: (self._dtypes[name], shape) for name, shape in self._shapes.items()}
-        groups = _grouped(tensors_by_name, max_file_bytes)
+        entries = self._source.entries(self._shapes, self._dtypes)
+        return self._source.views(self._entry_files(entries, max_file_bytes), self._shapes)
+
+    def _entry_files(self, entries: TensorKinds, max_file_bytes: int) -> dict[str, torch.Tensor]:
+        groups = _grouped(entries, max_file_bytes)
         if len(groups) == 1:
             return _mapped_file(self._staged / SINGLE_FILE, groups[0])
         tensors: dict[str, torch.Tensor] = {}

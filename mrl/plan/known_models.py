@@ -201,8 +201,9 @@ def model_spec(model: str) -> ModelSpec:
 
 
 def model_values(model: str) -> Mapping[str, Any]:
-    """Return the contents of a model's `config.json`; for a published model, the part that is known here."""
-    config = _config_of(model)
+    """Return the contents of a model's `config.json`, of one with vision the part about the language model; for a
+    published model, what is known here."""
+    config = _config_of(model).of_language_model()
     return {**config.values, **dict.fromkeys(config.nulls)}
 
 
