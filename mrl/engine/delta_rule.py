@@ -54,7 +54,7 @@ class RowChunks:
 
     def grid(self, x: Tensor) -> Tensor:
         """Return [tokens, heads, ...] as [chunks, heads, tokens of a chunk, ...], with zeros at unused places."""
-        places = x.new_zeros(sum(self.num_rows) * CHUNK, *x.shape[1:]).index_copy(0, self.places, x)
+        places = x.new_zeros(sum(self.num_rows) * CHUNK, *x.shape[1:]).index_put((self.places,), x)
         return places.unflatten(0, (-1, CHUNK)).transpose(1, 2)
 
     def tokens(self, grid: Tensor) -> Tensor:
@@ -126,5 +126,5 @@ def row_convolution(x: Tensor, weight: Tensor, chunks: RowChunks) -> Tensor:
     # Zeros between the rows, as many as a token sees of earlier ones.
     row = torch.cumsum(chunks.positions == 0, 0) - 1
     output = torch.arange(len(x), device=x.device) + before * row
-    padded = x.new_zeros(len(x) + before * (int(chunks.num_rows[0])), x.shape[1]).index_copy(0, output + before, x)
+    padded = x.new_zeros(len(x) + before * chunks.num_rows[0], x.shape[1]).index_put((output + before,), x)
     return torch.nn.functional.conv1d(padded.T[None], weight, groups=len(weight))[0].T[output]

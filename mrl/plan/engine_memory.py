@@ -75,7 +75,7 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
         ),
         cache_bytes=cache,
         token_bytes=demand.token_bytes,
-        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout),
+        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout) + demand.state_bytes,
         max_sequences=sequences,
         max_tokens=tokens,
         bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest / _SLOT_SHARE)),

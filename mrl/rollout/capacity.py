@@ -55,6 +55,11 @@ class EngineDemand:
         return self.spec.cached_elements(self.tp) * self.item_bytes
 
     @property
+    def state_bytes(self) -> int:
+        """Return the bytes that one device keeps of a sequence of any length, in a model with linear attention."""
+        return self.spec.gdn.state_bytes(self.tp, self.item_bytes) if self.spec.gdn else 0
+
+    @property
     def weight_bytes(self) -> int:
         return engine_bytes(self.spec, self.tp, self.dtype)[0]
 
@@ -101,7 +106,7 @@ def engine_capacity(demand: EngineDemand) -> EngineCapacity:
         sequences, tokens = _MIN_SEQUENCES, max(_CPU_TOKENS, demand.max_tokens)  # without chunked prefill
     else:
         cache = demand.cache_bytes(demand.work_bytes(_MIN_SEQUENCES, _FEW_TOKENS))
-        num_held = max(0, cache) // (demand.token_bytes * max(1, demand.max_tokens // 4))
+        num_held = max(0, cache) // (demand.token_bytes * max(1, demand.max_tokens // 4) + demand.state_bytes)
         sequences = min(MAX_SEQUENCES, round_up(min(num_wanted, max(num_held, _MIN_SEQUENCES)), _SEQUENCE_STEP))
         tokens = _TOKENS if num_held >= num_wanted else _FEW_TOKENS
         if options.get("enable_chunked_prefill") is False:
