@@ -106,6 +106,7 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
             yield from _window(f"{role}.parallel.cp", model.parallel.cp, shape)
     if isinstance(config, Config) and "actor" in roles:
         yield from _heads("rollout.tp", config.rollout.tp, shape)
+        yield from _states(config, shape)
         yield from _positions(config, shape)
 
 
@@ -145,6 +146,25 @@ def _linear_attention(role: str, model: MegatronModelConfig, shape: ModelShape) 
         if heads is not None and heads % tp:
             what = f"{tp} does not divide {heads} {kind}, whose gates Megatron splits with them"
             yield problem(f"{key}.tp", what, nearest(f"{key}.tp", near_divisors(tp, heads)))
+
+
+def _states(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse engines that cannot run linear attention."""
+    heads, rollout = shape.delta_heads, config.rollout
+    if heads is None:
+        return
+    if heads % rollout.tp:
+        fix = nearest("rollout.tp", near_divisors(rollout.tp, heads))
+        yield problem("rollout.tp", f"{rollout.tp} does not divide {heads} key heads of linear attention", fix)
+    if config.cluster.device == "gpu" or rollout.engine != "vllm":
+        return
+    dtype = rollout.vllm.get("dtype", config.actor.dtype)
+    if dtype != "bfloat16":
+        what = f"{dtype}, but on a CPU vLLM computes linear attention only in bfloat16"
+        yield problem("rollout.vllm.dtype", what, "rollout.vllm.dtype=bfloat16")
+    if rollout.vllm.get("enable_prefix_caching"):
+        key = "rollout.vllm.enable_prefix_caching"
+        yield problem(key, "true, but on a CPU vLLM caches no states of linear attention", f"{key}=false")
 
 
 def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
