@@ -13,6 +13,7 @@ It is written in torch and runs on any device. Kernels of flash-linear-attention
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ class RowChunks:
     def grid(self, x: Tensor) -> Tensor:
         """Return [tokens, heads, ...] as [chunks, heads, tokens of a chunk, ...], with zeros at unused places."""
         places = x.new_zeros(sum(self.num_rows) * CHUNK, *x.shape[1:]).index_put((self.places,), x)
-        return places.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+        return places.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2)
 
     def tokens(self, grid: Tensor) -> Tensor:
         """Return the values of the tokens, [tokens, heads, ...]."""
@@ -76,17 +77,18 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, ctx.chunks = arguments
         ctx.save_for_backward(*tensors)
-        return _in_chunks(*tensors, ctx.chunks)
+        return _in_chunks(tensors, ctx.chunks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            outputs = _in_chunks(*inputs, ctx.chunks)
+            outputs = _in_chunks(inputs, ctx.chunks)
         return (*torch.autograd.grad(outputs, inputs, grads[0]), None)
 
 
-def _in_chunks(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, chunks: RowChunks) -> Tensor:
+def _in_chunks(inputs: Sequence[Tensor], chunks: RowChunks) -> Tensor:
+    q, k, v, log_decay, beta = inputs
     wide, shared = torch.promote_types(v.dtype, torch.float32), v.shape[1] // k.shape[1]
     q, k, v, log_decay, beta = (chunks.grid(x.to(wide)) for x in (_normalized(q), _normalized(k), v, log_decay, beta))
     q, k = ((x * scale).repeat_interleave(shared, 1) for x, scale in ((q, q.shape[-1] ** -0.5), (k, 1.0)))

@@ -68,9 +68,10 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # Megatron's class h
         )
         self.A_log = torch.nn.Parameter(torch.empty(self.value_heads, **where))
         self.dt_bias = torch.nn.Parameter(torch.empty(self.value_heads, **where))
-        self.out_norm = submodules.out_norm(config, self.value_dim, eps=config.layernorm_epsilon)
-        self.out_norm.zero_centered = False
-        self.out_norm.weight.sequence_parallel = False  # `_gated_norm` sums its gradients
+        norm: Any = submodules.out_norm(config, self.value_dim, eps=config.layernorm_epsilon)
+        norm.zero_centered = False
+        norm.weight.sequence_parallel = False  # `_gated_norm` sums its gradients
+        self.out_norm = norm
         self.out_proj = submodules.out_proj(
             tp * values,
             config.hidden_size,
@@ -99,12 +100,9 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # Megatron's class h
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         keys = self.key_heads * self.key_dim
-        q, k, v = mixed.split([keys, keys, self.value_heads * self.value_dim], -1)
-        return (
-            q.unflatten(-1, (self.key_heads, -1)),
-            k.unflatten(-1, (self.key_heads, -1)),
-            v.unflatten(-1, (self.value_heads, -1)),
-        )
+        q, k, v = torch.split(mixed, [keys, keys, self.value_heads * self.value_dim], -1)
+        by_head = (len(mixed), self.key_heads, -1)
+        return q.view(by_head), k.view(by_head), v.view(len(mixed), self.value_heads, -1)
 
     def _gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize each head, and multiply it by its gate.
@@ -113,4 +111,5 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]  # Megatron's class h
         """
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight)
         normalized = torch.func.functional_call(self.out_norm, {"weight": weight}, (x,))
-        return (normalized * silu(gate.float())).to(x.dtype)
+        gated: Tensor = normalized * silu(gate.float())
+        return gated.to(x.dtype)
