@@ -54,8 +54,8 @@ def fresh(make_engine: Make, model: Path, tp: int) -> Samples:
     ("family", "tp"),
     [
         ("qwen3_5_text", 1),
-        ("qwen3_5_moe_text", 2),
-        pytest.param("qwen3_5_moe_text", 1, marks=pytest.mark.on_demand),
+        ("qwen3_5_moe_text", 1),
+        pytest.param("qwen3_5_moe_text", 2, marks=pytest.mark.on_demand),
         pytest.param("qwen3_next", 2, marks=pytest.mark.on_demand),
     ],
 )
