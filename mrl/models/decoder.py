@@ -49,7 +49,7 @@ class Family:
     engine_overrides: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's `hf_overrides`
     has_score_head: bool = True  # whether transformers has a class with one output instead of a vocabulary
     score_prefix: str = ""  # of that class, if it is another one
-    wrapper: str = ""  # transformers class of models with vision whose language model is of this family
+    wrapper: str = ""  # transformers class of models with vision that have such a language model
     passengers: tuple[str, ...] = ()  # beginnings of the names of tensors that mrl keeps, but does not train
     may_be_stacked: bool = False  # whether files may hold all experts of a layer in one tensor
 

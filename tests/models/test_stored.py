@@ -1,4 +1,4 @@
-"""Files of models with vision: the language model trains, the rest comes back from an export as it was."""
+"""Files of models with vision: the language model trains, and an export has the rest unchanged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Weight updates of vLLM engines of models with the gated delta rule.
 
-On CPUs vLLM computes it in bfloat16 only, so the oracle is another vLLM engine: one that reads the same weights from
-their files.
+On CPUs vLLM computes it in bfloat16 only, so the oracle is another vLLM engine, which reads the same weights from their
+files.
 """
 
 from __future__ import annotations
