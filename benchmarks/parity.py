@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.harness import Benchmark, parser
 from benchmarks.parity_faults import FAULTS, measure_with_fault
 from mrl.config.schema import ParallelConfig as Layout
+from mrl.models.families import read_spec
 from mrl.models.table import Head
 from mrl.verify.parity import Difference, ParityCase, ParityResult, measure, merge_ranks, transformers_scores
 from mrl.verify.spawn import run_distributed
@@ -71,6 +72,8 @@ class Cell:
 def cells_of(family: str, head: Head, model: Path) -> list[Cell]:
     """Return the layouts of one model, one rank first."""
     layouts = {"1": (1, Layout())} | (MOE if family in MOE_FAMILIES else DENSE)
+    if read_spec(model).gdn:  # linear attention reads the tokens of a row in order
+        layouts = {name: (ranks, layout) for name, (ranks, layout) in layouts.items() if layout.cp == 1}
     return [
         Cell(family, head, name, ranks, tuple(ParityCase(str(model), head, layout, budget) for budget in BUDGETS))
         for name, (ranks, layout) in layouts.items()

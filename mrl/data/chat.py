@@ -151,7 +151,8 @@ def _json(file: Path, absent: Any) -> Any:
 def _check_tokenizer(tokenizer: ChatTokenizer, path: str) -> None:
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token", where=path, fix="set eos_token in its config")
-    size = _json(Path(path, "config.json"), {}).get("vocab_size")
+    config = _json(Path(path, "config.json"), {})
+    size = (config.get("text_config") or config).get("vocab_size")  # a model with vision has text in a section
     if isinstance(size, int) and len(tokenizer) > size:
         what = f"the tokenizer has {len(tokenizer)} tokens, but the model has embeddings for {size}"
         raise DataError(what, where=path, fix="use the model's own tokenizer, or enlarge its embeddings")

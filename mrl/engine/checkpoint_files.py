@@ -225,13 +225,15 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, i
     if len(shape) == 1:
         yield ((start, stop),), start, stop
         return
-    columns = shape[1]
+    columns = shape[-1]
+    assert set(shape[1:-1]) <= {1}, f"a tensor of shape {list(shape)} has no rows"
+    between = ((0, 1),) * (len(shape) - 2)  # a convolution has one input for each channel
     while start < stop:
         row, column = divmod(start, columns)
         rows = (stop - start) // columns if column == 0 else 0
         end = start + rows * columns if rows else min(stop, (row + 1) * columns)
         across = (0, columns) if rows else (column, column + end - start)
-        yield ((row, row + max(rows, 1)), across), start, end
+        yield ((row, row + max(rows, 1)), *between, across), start, end
         start = end
 
 

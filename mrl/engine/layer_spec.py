@@ -28,6 +28,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from mrl.engine import attention_sinks
+from mrl.engine.gated_delta_net import replace_attention
 from mrl.engine.latent_attention import LatentAttention, replicate_projections
 from mrl.engine.packed_rows import PackedParams
 from mrl.engine.segments import Lengths, Segments
@@ -44,7 +45,7 @@ def has_transformer_engine() -> bool:
 
 class RmsNorm(torch.nn.Module):
     """x / rms(x) * weight, computed in float32 like in transformers. Marks its weight for Megatron's gradient
-    reduction.
+    reduction. A zero-centered norm multiplies by 1 + weight.
 
     Megatron's wrapper of torch's norm does not support sequence parallelism, where each tensor rank has a part of the
     tokens and the gradients of the weight must be summed over the ranks.
@@ -52,7 +53,7 @@ class RmsNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
@@ -61,12 +62,14 @@ class RmsNorm(torch.nn.Module):
         """Return the normalized `x` in its dtype."""
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.zero_centered:
+            return (scaled * (1 + self.weight.float())).to(x.dtype)
         return self.weight * scaled.to(x.dtype)
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules | ModuleSpec:
-    if not has_transformer_engine():
-        return _local_block(config, chunk)
+    if not has_transformer_engine() or config.experimental_attention_variant:
+        return _block_of_kinds(config, chunk)
     if config.num_moe_experts is None:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
@@ -75,12 +78,40 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
     return block
 
 
-def _local_block(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+def _block_of_kinds(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """Return a block with one spec for each kind of layer in it."""
     offset = get_transformer_layer_offset(config, vp_stage=chunk)
     numbers = range(offset, offset + get_num_layers_to_build(config, vp_stage=chunk))
-    layers = {routed: _local_layer(config, routed) for routed in {_has_experts(config, number) for number in numbers}}
-    specs = [layers[_has_experts(config, number)] for number in numbers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RmsNorm)
+    kinds = [(_has_experts(config, number), _is_linear(config, number)) for number in numbers]
+    layers = {kind: _layer(config, *kind) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[layers[kind] for kind in kinds], layer_norm=_norm())
+
+
+def _norm() -> type[torch.nn.Module]:
+    if not has_transformer_engine():
+        return RmsNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    norm: type[torch.nn.Module] = TENorm
+    return norm
+
+
+def _layer(config: TransformerConfig, routed: bool, linear: bool) -> ModuleSpec:
+    if has_transformer_engine():
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts if routed else None,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    else:
+        layer = _local_layer(config, routed)
+    if linear:
+        replace_attention(layer, RmsNorm)
+    return layer
+
+
+def _is_linear(config: TransformerConfig, layer: int) -> bool:
+    return config.experimental_attention_variant == "gated_delta_net" and bool(config.linear_attention_freq[layer])
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:

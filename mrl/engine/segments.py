@@ -10,6 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mrl.engine.delta_rule import RowChunks
+from mrl.errors import EngineError
+
 Lengths = npt.NDArray[np.int64]
 _WASTE = 1.25  # largest ratio of a block's work to the work that its segments need
 
@@ -71,6 +74,13 @@ class Segments:
     @cached_property
     def _made(self) -> dict[int | None, tuple[list[Block], Tensor]]:
         return {}
+
+    @cached_property
+    def chunks(self) -> RowChunks:
+        """Chunks of the rows for linear attention, which reads the tokens of a row in order."""
+        if self.key_order is not None:
+            raise EngineError("linear attention reads whole rows", fix="set parallel.cp=1")
+        return RowChunks.of(self.query_lengths, self.device)
 
     def _groups(self) -> list[Lengths]:
         order = np.argsort(-(self.key_lengths * self.query_lengths), kind="stable")

@@ -72,6 +72,8 @@ def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
         raise ModelError(f"multi-latent attention cannot have adapters yet, as in family {spec.family}")
     if spec.sinks:
         raise ModelError(f"family {spec.family} cannot have adapters yet: no test covers them next to its biases")
+    if spec.gdn is not None:
+        raise ModelError(f"linear attention cannot have adapters yet, as in family {spec.family}")
     if spec.moe is not None and (wrong := sorted(lora.modules & set(MLP_TARGETS))):
         what = f"experts cannot have adapters yet, but {', '.join(wrong)} are targets in a model of family"
         raise ModelError(f"{what} {spec.family}", fix="choose targets of the attention, such as [q_proj, v_proj]")

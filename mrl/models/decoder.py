@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mrl.errors import ModelError
-from mrl.models import gqa, mla
+from mrl.models import gdn, gqa, mla
 from mrl.models.hf_config import HfConfig
 from mrl.models.parameters import Parameter, RowRange, whole_tensor
 from mrl.models.regions import Shape
@@ -32,6 +32,7 @@ class ExpertNames:
     down: str = "mlp.experts.{}.down_proj.weight"
     bias: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts.{}_proj.weight"  # gate, up and down of the expert that every token uses
+    shared_gate: str = "mlp.shared_expert_gate.weight"  # weighs that expert's output
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Family:
     engine_overrides: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's `hf_overrides`
     has_score_head: bool = True  # whether transformers has a class with one output instead of a vocabulary
     engine_embedding: str = "model.embed_tokens.weight"  # vLLM's name of the embedding
+    score_prefix: str = ""  # of that class, if it is another one
+    wrapper: str = ""  # transformers class of models with vision that have such a language model
+    passengers: tuple[str, ...] = ()  # beginnings of the names of tensors that mrl keeps, but does not train
+    may_be_stacked: bool = False  # whether files may hold all experts of a layer in one tensor
 
     def architecture(self, head: Literal["lm", "score"]) -> str:
         """Return the transformers class of a model with that head. Raise an error if it does not exist."""
@@ -60,7 +65,9 @@ class Family:
                 f"{self.model_type} cannot have a score head, so it cannot be a critic or a reward model",
                 fix="use a model of another family for that role, or an algorithm without it, such as GRPO",
             )
-        return self.class_prefix + {"lm": "ForCausalLM", "score": "ForSequenceClassification"}[head]
+        if head == "score":
+            return f"{self.score_prefix or self.class_prefix}ForSequenceClassification"
+        return f"{self.class_prefix}ForCausalLM"
 
     def tensors(self, spec: ModelSpec, layer: int) -> dict[str, Shape]:
         """Return the Hugging Face tensors of a layer, by their full names."""
@@ -68,7 +75,9 @@ class Family:
             ("input_layernorm.weight", "post_attention_layernorm.weight"), (spec.hidden,)
         )
         attention = mla.hf_tensors(spec, spec.mla) if spec.mla else gqa.hf_tensors(spec)
-        own |= {f"self_attn.{name}": shape for name, shape in attention.items()}
+        if spec.gdn and spec.is_linear(layer):
+            attention = gdn.hf_tensors(spec, spec.gdn)
+        own |= {attention_prefix(spec, layer) + name: shape for name, shape in attention.items()}
         if spec.moe and spec.has_experts(layer):
             own |= _expert_tensors(spec.moe, spec.hidden, self.names)
         else:
@@ -80,8 +89,11 @@ class Family:
         """Yield Megatron's parameters of a layer without the experts, named below `decoder.layers.n.`."""
         prefix = f"model.layers.{layer}."
 
-        hf = f"{prefix}self_attn."
-        attention = mla.megatron_parameters(spec, spec.mla, hf) if spec.mla else gqa.megatron_parameters(spec, hf)
+        hf = prefix + attention_prefix(spec, layer)
+        if spec.gdn and spec.is_linear(layer):
+            attention = gdn.megatron_parameters(spec, spec.gdn, hf)
+        else:
+            attention = mla.megatron_parameters(spec, spec.mla, hf) if spec.mla else gqa.megatron_parameters(spec, hf)
         yield whole_tensor("input_layernorm.weight", f"{prefix}input_layernorm.weight", spec.hidden)
         for parameter in attention:
             yield replace(parameter, name=f"self_attention.{parameter.name}")
@@ -105,6 +117,8 @@ class Family:
         if moe.shared_ffn:
             shared = [prefix + self.names.shared.format(name) for name in _MLP]
             yield from _mlp("mlp.shared_experts.", shared, moe.shared_ffn, spec.hidden)
+        if moe.shared_gate:
+            yield whole_tensor("mlp.shared_experts.gate_weight", prefix + self.names.shared_gate, 1, spec.hidden)
 
     def expert(self, spec: ModelSpec, layer: int, expert: int) -> Iterator[Parameter]:
         """Yield Megatron's parameters of one expert of a layer, named below `mlp.experts.local_experts.n.`."""
@@ -112,6 +126,11 @@ class Family:
         names = (self.names.gate, self.names.up, self.names.down)
         hf = [f"model.layers.{layer}.{name.format(expert)}" for name in names]
         yield from _mlp("", hf, spec.moe.expert_ffn, spec.hidden)
+
+
+def attention_prefix(spec: ModelSpec, layer: int) -> str:
+    """Return the beginning of the names of a layer's attention, below `model.layers.N.`."""
+    return "linear_attn." if spec.is_linear(layer) else "self_attn."
 
 
 def read_decoder(
@@ -162,6 +181,8 @@ def _expert_tensors(moe: MoeSpec, hidden: int, names: ExpertNames) -> dict[str, 
         for name in ("gate", "up"):
             tensors[names.shared.format(name)] = (moe.shared_ffn, hidden)
         tensors[names.shared.format("down")] = (hidden, moe.shared_ffn)
+    if moe.shared_gate:
+        tensors[names.shared_gate] = (1, hidden)
     for expert in range(moe.num_experts):
         tensors[names.gate.format(expert)] = tensors[names.up.format(expert)] = (moe.expert_ffn, hidden)
         tensors[names.down.format(expert)] = (hidden, moe.expert_ffn)

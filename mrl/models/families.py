@@ -12,7 +12,7 @@ from mrl.models.decoder import ExpertNames, Family, read_decoder
 from mrl.models.fp8_blocks import read_block
 from mrl.models.gpt_oss import GPT_OSS
 from mrl.models.hf_config import HfConfig
-from mrl.models.spec import MlaSpec, ModelSpec, MoeSpec
+from mrl.models.spec import GdnSpec, MlaSpec, ModelSpec, MoeSpec
 
 
 def _read_llama(config: HfConfig) -> ModelSpec:
@@ -224,6 +224,77 @@ def _read_latent(config: HfConfig, moe: MoeSpec) -> ModelSpec:
     )
 
 
+def _read_qwen3_5(config: HfConfig) -> ModelSpec:
+    """Read Qwen3.5 and 3.6: three layers with the gated delta rule for each layer with gated attention."""
+    return _read_delta(config)
+
+
+def _read_qwen3_5_moe(config: HfConfig) -> ModelSpec:
+    """Read the mixtures of Qwen3.5 and 3.6: the same attention, and experts in every layer, one of them for every
+    token, with a gate."""
+    config.require("norm_topk_prob", True, "vLLM always normalizes the weights of the chosen experts")
+    return _read_delta(config, moe=_read_gated_experts(config))
+
+
+def _read_qwen3_next(config: HfConfig) -> ModelSpec:
+    """Read Qwen3-Next: the mixtures of Qwen3.5, with projections of linear attention stored by key head."""
+    config.require("mlp_only_layers", [], "mrl has not been compared with such layers")
+    config.require("decoder_sparse_step", 1, "mrl has not been compared with layers without experts")
+    config.require("norm_topk_prob", True, "mrl has not been compared with other weights of experts")
+    return _read_delta(config, moe=_read_gated_experts(config), interleaved=True)
+
+
+def _read_gated_experts(config: HfConfig) -> MoeSpec:
+    return MoeSpec(
+        num_experts=config.integer("num_experts", "num_local_experts"),
+        experts_per_token=config.integer("num_experts_per_tok"),
+        expert_ffn=config.integer("moe_intermediate_size"),
+        norm_topk=True,
+        aux_loss_coef=config.defaulting(router_aux_loss_coef=0.001).number("router_aux_loss_coef"),
+        shared_ffn=config.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def _read_delta(config: HfConfig, *, moe: MoeSpec | None = None, interleaved: bool = False) -> ModelSpec:
+    """Read a model in which some layers have the gated delta rule, and the others attention with a gate."""
+    config.require("attention_bias", False, "it adds a bias to the output projection, which Megatron does not support")
+    config.require("output_gate_type", "silu", "mrl multiplies by silu of the gate")
+    layers = range(config.integer("num_hidden_layers"))
+    if "layer_types" in config:
+        kinds = config.items("layer_types", str)
+        if len(kinds) != len(layers) or not {"linear_attention", "full_attention"}.issuperset(kinds):
+            what = f"{len(kinds)} layers of {', '.join(sorted(set(kinds)))} are not {len(layers)} of linear_attention"
+            raise config.error("layer_types", f"{what} and full_attention", "use another model")
+        linear = frozenset(layer for layer in layers if kinds[layer] == "linear_attention")
+    else:
+        interval = config.defaulting(full_attention_interval=4).integer("full_attention_interval")
+        linear = frozenset(layer for layer in layers if (layer + 1) % interval)
+    gdn = GdnSpec(
+        key_heads=config.integer("linear_num_key_heads"),
+        value_heads=config.integer("linear_num_value_heads"),
+        key_dim=config.integer("linear_key_head_dim"),
+        value_dim=config.integer("linear_value_head_dim"),
+        kernel=config.integer("linear_conv_kernel_dim"),
+        layers=linear,
+        interleaved=interleaved,
+    )
+    if moe:
+        config = config.defaulting(intermediate_size=moe.shared_ffn)  # files leave it out: no layer has such an MLP
+    return read_decoder(
+        config.defaulting(head_dim=256, partial_rotary_factor=0.25, rope_theta=10_000.0),
+        partial_rotary=True,
+        family=config.text("model_type"),
+        qk_norm=True,
+        moe=moe,
+        gdn=gdn,
+        output_gate=True,
+        zero_centered_norms=True,
+    )
+
+
+_VISION_AND_MTP = ("model.visual.", "mtp.")
+_GATED_NAMES = ExpertNames(shared="mlp.shared_expert.{}_proj.weight")
 _FLOAT32_SCORES = {"moe_router_dtype": "float32"}  # otherwise vLLM rounds the scores of experts to the model's dtype
 FAMILIES = {
     family.model_type: family
@@ -239,6 +310,25 @@ FAMILIES = {
         Family("kimi_k2", "DeepseekV3", _read_deepseek_v3, engine_overrides=_FLOAT32_SCORES),
         Family("glm4_moe_lite", "Glm4MoeLite", _read_glm4_moe_lite, float32_router=True, has_score_head=False),
         GPT_OSS,
+        Family(
+            "qwen3_5_text",
+            "Qwen3_5",
+            _read_qwen3_5,
+            score_prefix="Qwen3_5Text",
+            wrapper="Qwen3_5ForConditionalGeneration",
+            passengers=_VISION_AND_MTP,
+        ),
+        Family(
+            "qwen3_5_moe_text",
+            "Qwen3_5Moe",
+            _read_qwen3_5_moe,
+            _GATED_NAMES,
+            has_score_head=False,
+            wrapper="Qwen3_5MoeForConditionalGeneration",
+            passengers=_VISION_AND_MTP,
+            may_be_stacked=True,
+        ),
+        Family("qwen3_next", "Qwen3Next", _read_qwen3_next, _GATED_NAMES, passengers=("mtp.",)),
     )
 }
 
@@ -250,15 +340,18 @@ def read_spec(path: str | Path) -> ModelSpec:
 
 def spec_of(config: HfConfig) -> ModelSpec:
     """Return the spec described by a `config.json`. Raise an error if mrl cannot train such a model exactly."""
+    whole, config = config, config.of_language_model()
     model_type = config.text("model_type")
     if model_type not in FAMILIES:
         raise config.error("model_type", f'"{model_type}" is not supported', did_you_mean(model_type, FAMILIES))
     family = FAMILIES[model_type]
     known = {family.architecture("lm"), *([family.architecture("score")] if family.has_score_head else [])}
-    listed = config.defaulting(architectures=[]).items("architectures", str)
+    if whole is not config:
+        known = {family.wrapper} - {""}
+    listed = whole.defaulting(architectures=[]).items("architectures", str)
     if not known.issuperset(listed):
-        raise config.error("architectures", f"{', '.join(listed)}: only {' and '.join(sorted(known))} are supported")
-    read_block(config)  # raises an error if the files are quantized in a way that cannot be read
+        raise whole.error("architectures", f"{', '.join(listed)}: only {' and '.join(sorted(known))} are supported")
+    read_block(whole)  # raises an error if the files are quantized in a way that cannot be read
     try:
         return family.read(config)
     except ModelError as error:

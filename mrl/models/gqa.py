@@ -13,7 +13,7 @@ def hf_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Return the tensors of the attention of one layer, named below `self_attn.`."""
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     tensors: dict[str, Shape] = {
-        "q_proj.weight": (q_rows, spec.hidden),
+        "q_proj.weight": (2 * q_rows if spec.output_gate else q_rows, spec.hidden),
         "k_proj.weight": (kv_rows, spec.hidden),
         "v_proj.weight": (kv_rows, spec.hidden),
         "o_proj.weight": (spec.hidden, q_rows),
@@ -55,6 +55,8 @@ def _by_group(spec: ModelSpec, hf: str, kind: str) -> tuple[RowRange, ...]:
     group, and Megatron gathers the outputs of the group's ranks.
     """
     q, kv = spec.num_heads // spec.num_kv_heads * spec.head_dim, spec.head_dim
+    if spec.output_gate:
+        return tuple(_gated(spec, hf, kind))
     return tuple(
         RowRange(f"{hf}{name}_proj.{kind}", group * size, (group + 1) * size)
         for group in range(spec.num_kv_heads)
@@ -62,11 +64,25 @@ def _by_group(spec: ModelSpec, hf: str, kind: str) -> tuple[RowRange, ...]:
     )
 
 
+def _gated(spec: ModelSpec, hf: str, kind: str) -> Iterator[RowRange]:
+    """Yield for each query group its query heads, their gates, its key head, its value head.
+
+    Files store the gate of each query head below that head.
+    """
+    size, num_heads = spec.head_dim, spec.num_heads // spec.num_kv_heads
+    for group in range(spec.num_kv_heads):
+        heads = range(group * num_heads, (group + 1) * num_heads)
+        for start in (*(2 * head * size for head in heads), *((2 * head + 1) * size for head in heads)):
+            yield RowRange(f"{hf}q_proj.{kind}", start, start + size)
+        yield from (RowRange(f"{hf}{name}_proj.{kind}", group * size, (group + 1) * size) for name in "kv")
+
+
 def _stacked(spec: ModelSpec, hf: str, kind: str, tp: int) -> Parameter:
     """Return queries, then keys, then values. With fewer key-value heads than ranks, each head is on several ranks."""
     num_copies, size = max(1, tp // spec.num_kv_heads), spec.head_dim
     heads = [head for head in range(spec.num_kv_heads) for _ in range(num_copies)]
-    q = (RowRange(f"{hf}q_proj.{kind}", 0, spec.num_heads * size),)
+    q_heads = spec.num_heads * (2 if spec.output_gate else 1)
+    q = (RowRange(f"{hf}q_proj.{kind}", 0, q_heads * size),)
     k, v = (
         tuple(RowRange(f"{hf}{name}_proj.{kind}", head * size, (head + 1) * size) for head in heads) for name in "kv"
     )

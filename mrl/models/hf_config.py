@@ -73,6 +73,14 @@ class HfConfig:
     def section(self, name: str) -> HfConfig:
         return HfConfig(self._typed(dict, name), f"{self.where}: {name}")
 
+    def of_language_model(self) -> HfConfig:
+        """Return the part about the language model, if the file describes a model with vision."""
+        if "text_config" not in self:
+            return self
+        section = self.section("text_config")
+        tied = {name: self.values[name] for name in ("tie_word_embeddings",) if name in self}
+        return HfConfig({**dict.fromkeys(section.nulls), **section.values, **tied}, section.where)
+
     def require(self, name: str, only: Any, explanation: str = "") -> None:
         """Raise an error if the file sets a value other than `only`, the single supported one; None forbids any
         value."""

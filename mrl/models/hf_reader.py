@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from mrl import files
 from mrl.dtypes import torch_dtype
 from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE, check_files
-from mrl.models import fp8_blocks, mxfp4
+from mrl.models import fp8_blocks, mxfp4, wrapped
+from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES
 from mrl.models.hf_config import HfConfig
-from mrl.models.regions import Region, slices
+from mrl.models.regions import Region, Shape, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.stored import ExpertPart
 from mrl.models.table import LM_HEAD, SCORE, Head, Shard, file_tensors
@@ -28,22 +29,29 @@ _FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 
 
 class HfReader:
-    """Tensors of a model directory, by name and box."""
+    """Tensors of a model directory, by name and box. Names are those of a language model's own files."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._open: dict[str, Any] = {}
         check_files(self.path)
         if (self.path / INDEX_FILE).exists():
-            self._file_of = self._read_index()
+            files_of_entries = _read_index(self.path)
         elif (self.path / SINGLE_FILE).exists():
-            self._file_of = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
+            files_of_entries = dict.fromkeys(self._handle(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
             raise _nothing_to_read(self.path)
+        self._entries = {wrapped.own_name(entry): entry for entry in files_of_entries}
+        self._file_of = {name: files_of_entries[entry] for name, entry in self._entries.items()}
         self._packed = mxfp4.packed_names(self._file_of.keys())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of or name in self._packed
+        return name in self._packed or self._find(name) is not None
+
+    def entry(self, name: str) -> tuple[str, wrapped.Place, tuple[int, ...]]:
+        """Return where a tensor is: the entry's name in its file, the place in it, and the entry's shape."""
+        place = self._place(name)
+        return self._entries[place.entry], place, tuple(self._slice(place.entry).get_shape())
 
     def read(self, name: str, box: Region) -> torch.Tensor:
         """Return a box of one tensor, of a quantized one in float32. Nothing else of the tensor is read.
@@ -56,8 +64,11 @@ class HfReader:
             groups = slices(mxfp4.covering(box))
             blocks, scales = (self._slice(name + end)[groups] for end in (mxfp4.BLOCKS, mxfp4.SCALES))
             return mxfp4.dequantized(blocks, scales, box)
-        entry = self._slice(name)
-        tensor: torch.Tensor = entry[slices(box)]
+        place = self._place(name)
+        entry = self._slice(place.entry)
+        tensor: torch.Tensor = entry[slices(place.box(box, tuple(entry.get_shape())))]
+        if place.expert is not None:
+            return tensor[0]
         if entry.get_dtype() != fp8_blocks.FILE_TYPE:
             return tensor
         assert self.block, "`check` refuses FP8 without blocks"
@@ -76,18 +87,19 @@ class HfReader:
 
     def _part(self, name: str) -> ExpertPart | None:
         """Return the place of a tensor that is a part of one in the files; None if it has its own."""
-        return FAMILIES[self._model_type].stored(name) if name not in self and ".experts." in name else None
+        return self._family.stored(name) if ".experts." in name and name not in self and self._family else None
 
     @cached_property
-    def _model_type(self) -> str:
-        return HfConfig.read(self.path).text("model_type")
+    def _family(self) -> Family | None:
+        return FAMILIES.get(HfConfig.read(self.path).of_language_model().text("model_type"))
 
     def shape(self, name: str) -> tuple[int, ...]:
         if part := self._part(name):
             return part.shape(self.shape(part.file))
         if name in self._packed:
             return mxfp4.shape_of(self.shape(name + mxfp4.BLOCKS))
-        return tuple(self._slice(name).get_shape())
+        place = self._place(name)
+        return place.shape(tuple(self._slice(place.entry).get_shape()))
 
     def whole(self, name: str) -> torch.Tensor:
         return self.read(name, tuple((0, size) for size in self.shape(name)))
@@ -101,9 +113,13 @@ class HfReader:
         expected = file_tensors(spec, head)
         ignorable = {LM_HEAD} if spec.tied or (new_head and head == "score") else set()
         optional = {SCORE} if new_head else set()
+        may_be_stacked = FAMILIES[spec.family].may_be_stacked
         problems = [f"{name} is missing" for name in expected if name not in self and name not in optional]
-        left_out = self._predicting_layers(spec)
-        for name in {*self} - left_out:
+        left_out, carried = self._predicting_layers(spec), self.passengers(spec)
+        problems += _stacked_problems(self, spec, expected) if may_be_stacked else []
+        if carried and self.block:
+            problems.append(f"{carried[0]} would be exported from FP8 files: use the full-precision model")
+        for name in {*self} - left_out - set(carried):
             if name in expected:
                 format_problems = [*self._format_problems(name)]
                 if not format_problems and (shape := self.shape(name)) != expected[name]:
@@ -112,6 +128,8 @@ class HfReader:
             elif (weight := name.removesuffix(fp8_blocks.SCALES)) in expected and self.block:
                 if weight in self and (kind := self._slice(weight).get_dtype()) != fp8_blocks.FILE_TYPE:
                     problems.append(f"{weight} holds {kind}, but has scales for FP8: its numbers may be unscaled")
+            elif wrapped.is_stacked(name) and may_be_stacked:
+                problems += self._format_problems(name)
             elif name not in ignorable and not name.endswith(".rotary_emb.inv_freq"):
                 problems.append(f"{name} is unexpected")
         if problems:
@@ -123,6 +141,12 @@ class HfReader:
                 if stacked
                 else "check that config.json and the weights belong together, and that the head is right",
             )
+        if carried:
+            warnings.warn(
+                f"{self.path}: {len(carried)} tensors belong to vision or predict more tokens at once "
+                f"({_beginnings(carried)}). mrl does not train or use them. An export has them unchanged",
+                stacklevel=2,
+            )
         if left_out:
             layers = ", ".join(sorted({".".join(name.split(".")[:3]) for name in left_out}))
             warnings.warn(
@@ -130,6 +154,21 @@ class HfReader:
                 "out: they are not trained, and an exported model has none",
                 stacklevel=2,
             )
+
+    def passengers(self, spec: ModelSpec) -> list[str]:
+        """Return the tensors that exports have unchanged: vision, and layers that predict more tokens."""
+        return sorted(name for name in self._file_of if name.startswith(FAMILIES[spec.family].passengers))
+
+    def _find(self, name: str) -> wrapped.Place | None:
+        """Return the place of a tensor among the entries, if it has one."""
+        if name in self._file_of or ".experts." not in name:
+            return wrapped.Place(name) if name in self._file_of else None
+        return wrapped.find(name, self._file_of) if self._family and self._family.may_be_stacked else None
+
+    def _place(self, name: str) -> wrapped.Place:
+        if (place := self._find(name)) is None:
+            raise ModelError(f"the tensor {name} does not exist", where=str(self.path))
+        return place
 
     def _format_problems(self, name: str) -> Iterator[str]:
         if name in self._packed:
@@ -159,11 +198,11 @@ class HfReader:
         return {name for name in self._file_of if name.startswith(prefixes)}
 
     def _slice(self, name: str) -> Any:
-        if name not in self:
+        if name not in self._file_of:
             raise ModelError(f"the tensor {name} does not exist", where=str(self.path))
         file = self._file_of[name]
         try:
-            return self._handle(file).get_slice(name)
+            return self._handle(file).get_slice(self._entries[name])
         except SafetensorError as error:
             raise ModelError(f"{name} cannot be read: {error}", where=str(self.path / file)) from error
 
@@ -178,20 +217,31 @@ class HfReader:
                 ) from error
         return self._open[file]
 
-    def _read_index(self) -> dict[str, str]:
-        where = str(self.path / INDEX_FILE)
-        try:
-            weight_map = json.loads(files.read_text(self.path / INDEX_FILE))["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(
-                f"is not an index of weights: {error}", where=where, fix="download the file again"
-            ) from error
-        if not isinstance(weight_map, dict):
-            raise ModelError("is not an index of weights", where=where)
-        for file in weight_map.values():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise ModelError(f"{file!r} is not the name of a file in this directory", where=where)
-        return weight_map
+
+def _stacked_problems(reader: HfReader, spec: ModelSpec, expected: Mapping[str, Shape]) -> Iterator[str]:
+    """Yield stacked experts of another number or shape."""
+    num_experts = spec.moe.num_experts if spec.moe else 0
+    for name, shape in expected.items():
+        if name not in reader:
+            continue
+        _, place, entry = reader.entry(name)
+        fits = len(entry) == 3 and entry[0] == num_experts and place.shape(entry) == shape
+        if place.expert is not None and not fits:
+            yield f"{place.entry} has shape {list(entry)}, but {name} has {list(shape)} of {num_experts} experts"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    where = str(path / INDEX_FILE)
+    try:
+        weight_map = json.loads(files.read_text(path / INDEX_FILE))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"is not an index of weights: {error}", where=where, fix="download the file again") from error
+    if not isinstance(weight_map, dict):
+        raise ModelError("is not an index of weights", where=where)
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(f"{file!r} is not the name of a file in this directory", where=where)
+    return weight_map
 
 
 def _nothing_to_read(path: Path) -> ModelError:
@@ -207,6 +257,10 @@ def _nothing_to_read(path: Path) -> ModelError:
         where=str(path),
         fix="use a model directory with safetensors weights",
     )
+
+
+def _beginnings(names: Iterable[str]) -> str:
+    return ", ".join(sorted({".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in names}))
 
 
 def load_shard(reader: HfReader, shard: Shard, model_dtype: torch.dtype) -> torch.Tensor:

@@ -27,6 +27,7 @@ from mrl.hub import INDEX_FILE, SINGLE_FILE
 from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES
 from mrl.models.regions import Region, Shape, slices, tiling_problems, whole
+from mrl.models.source_form import SourceForm
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, file_tensors, float32_tensors, hf_tensors
 
@@ -56,8 +57,9 @@ class HfWriter:
             raise ModelError(f"weights cannot be written as {dtype}", fix=f"use one of {', '.join(map(str, _DTYPES))}")
         self._shapes = hf_tensors(spec, head)
         wide = float32_tensors(spec)
-        in_files = file_tensors(spec, head)
-        self._kinds = {name: (torch.float32 if name in wide else dtype, shape) for name, shape in in_files.items()}
+        self._in_files = file_tensors(spec, head)
+        self._dtypes = {name: torch.float32 if name in wide else dtype for name in self._in_files}
+        self._source = SourceForm.of(Path(source_path), spec, head, self._in_files)
         self._boxes: dict[str, list[Region]] = defaultdict(list)
         self._staged = self._directory.with_name(f".{self._directory.name}.partial-{secrets.token_hex(4)}")
         self._staged.mkdir(parents=True)
@@ -102,6 +104,8 @@ class HfWriter:
                 f"not every weight was written exactly once:{problem_list(problems)}", where=str(self._directory)
             )
         self._refuse_existing()
+        for entry in self._source.carried:
+            self._tensors[entry].copy_(self._source.read(entry))
         self._tensors.clear()
         for path in self._staged.rglob("*"):
             files.sync(path)
@@ -123,7 +127,7 @@ class HfWriter:
     def _adapt_config(self, spec: ModelSpec, head: Head, dtype: torch.dtype) -> None:
         """Write the source's configuration with another head and data type, and only with the layers written."""
         config = json.loads((self._staged / "config.json").read_text(encoding="utf-8"))
-        config["architectures"] = [FAMILIES[spec.family].architecture(head)]
+        config = self._source.adapted(config, FAMILIES[spec.family].architecture(head))
         if spec.num_predicting_layers:
             config["num_nextn_predict_layers"] = 0
         config.pop("quantization_config", None)
@@ -137,7 +141,11 @@ class HfWriter:
 
     def _make_files(self, max_file_bytes: int) -> dict[str, torch.Tensor]:
         """Create the files at their full length. Return every tensor in them as a view of its place."""
-        groups = _grouped(self._kinds, max_file_bytes)
+        entries = self._source.entries(self._in_files, self._dtypes)
+        return self._source.views(self._entry_files(entries, max_file_bytes), self._in_files)
+
+    def _entry_files(self, entries: TensorKinds, max_file_bytes: int) -> dict[str, torch.Tensor]:
+        groups = _grouped(entries, max_file_bytes)
         if len(groups) == 1:
             return _mapped_file(self._staged / SINGLE_FILE, groups[0])
         tensors: dict[str, torch.Tensor] = {}
@@ -151,9 +159,10 @@ class HfWriter:
         return tensors
 
     def _views(self, family: Family, files: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return every tensor as a view of its place in the files' tensors."""
+        """Return every tensor as a view of its place in the files' tensors, and those that mrl does not train."""
         parts = {name: family.stored(name) for name in self._shapes}
-        return {name: part.view(files[part.file]) if part else files[name] for name, part in parts.items()}
+        views = {entry: files[entry] for entry in self._source.carried}
+        return views | {name: part.view(files[part.file]) if part else files[name] for name, part in parts.items()}
 
     def _write_json(self, name: str, values: Any) -> None:
         (self._staged / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

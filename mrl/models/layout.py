@@ -43,18 +43,24 @@ def layers_per_stage(layout: ParallelConfig, num_layers: int) -> list[int]:
 
 def check_layout(layout: ParallelConfig, spec: ModelSpec, *, of_engine: bool = False) -> None:
     """Raise an error, listing all problems, if the model does not fit the layout of a trainer or of an engine."""
-    if problems := [*_problems(layout, spec), *_bias_problems(layout, spec, of_engine)]:
+    if problems := [*_problems(layout, spec, of_engine), *_bias_problems(layout, spec, of_engine)]:
         raise ModelError(f"the model does not fit the layout: {'; '.join(problems)}", fix="choose another layout")
 
 
-def _problems(layout: ParallelConfig, spec: ModelSpec) -> Iterator[str]:
+def _problems(layout: ParallelConfig, spec: ModelSpec, engine: bool) -> Iterator[str]:
     moe = spec.moe
+    if spec.gdn and layout.cp > 1:
+        yield f"cp {layout.cp} with linear attention: mrl's gated delta rule reads the tokens of a row in order"
     divisions = [
         ("tp", layout.tp, "attention heads", spec.num_heads),
         ("tp", layout.tp, "rows of queries, keys and values", spec.qkv_rows),
     ]
     if moe is None or moe.dense_layers:
         divisions.append(("tp", layout.tp, "rows of the MLP", spec.ffn))
+    if gdn := spec.gdn:
+        divisions.append(("tp", layout.tp, "key heads of linear attention", gdn.key_heads))
+    if spec.output_gate and not engine:  # Megatron would give a rank's heads the gates of their whole group
+        divisions.append(("tp", layout.tp, "key-value heads of gated attention", spec.num_kv_heads))
     if moe:
         divisions.append(("ep", layout.ep, "experts", moe.num_experts))
         divisions.append(("etp", layout.etp, "rows of an expert", moe.expert_ffn))

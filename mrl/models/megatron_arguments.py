@@ -35,7 +35,10 @@ def transformer_arguments(spec: ModelSpec) -> dict[str, Any]:
         "window_size": (spec.sliding_window - 1, 0) if spec.sliding_window else None,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "layernorm_zero_centered_gamma": spec.zero_centered_norms,
+        "attention_output_gate": spec.output_gate,
         **_mla_config(spec),
+        **_gdn_config(spec),
         **_moe_config(spec),
         **_gpt_oss_config(spec),
     }
@@ -60,6 +63,21 @@ def _gpt_oss_config(spec: ModelSpec) -> dict[str, Any]:
         "softmax_type": "learnable",
         "softmax_scale": factor / math.sqrt(spec.head_dim),
         "window_attn_skip_freq": [int(layer not in spec.layers_without_window) for layer in range(spec.num_layers)],
+    }
+
+
+def _gdn_config(spec: ModelSpec) -> dict[str, Any]:
+    gdn = spec.gdn
+    if gdn is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(spec.is_linear(layer)) for layer in range(spec.num_layers)],
+        "linear_conv_kernel_dim": gdn.kernel,
+        "linear_key_head_dim": gdn.key_dim,
+        "linear_value_head_dim": gdn.value_dim,
+        "linear_num_key_heads": gdn.key_heads,
+        "linear_num_value_heads": gdn.value_heads,
     }
 
 
@@ -102,6 +120,7 @@ def _moe_config(spec: ModelSpec) -> dict[str, Any]:
         "moe_router_group_topk": moe.groups_per_token if moe.num_groups > 1 else None,
         "moe_router_dtype": "fp32",
         "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
+        "moe_shared_expert_gate": moe.shared_gate,
         # The loss is only the algorithm's. `aux_loss_coef` is available for a balancing term.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

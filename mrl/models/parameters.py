@@ -46,6 +46,7 @@ class Parameter:
     padded: bool = False  # rows of zeros at the end, up to a multiple of the ranks
     dtype: OwnDtype = None
     trained: bool = True  # False: a buffer of Megatron's module, without gradient and optimizer state
+    tail: Shape = ()  # further axes after the columns, which are never split
 
     def share(self, rank: int, num_ranks: int) -> tuple[Shape, tuple[Piece, ...], tuple[Region, ...]]:
         """Return shape, pieces and padding of the share of one of `num_ranks` ranks."""
@@ -54,8 +55,9 @@ class Parameter:
             columns = _share(columns[1], rank, num_ranks)
         row_rank, num_row_ranks = (rank, num_ranks) if self.split == "rows" else (0, 1)
         # In the local tensor, columns always start at 0.
-        source_rest = () if columns is None else (columns,)
-        target_rest = () if columns is None else ((0, columns[1] - columns[0]),)
+        tail = tuple((0, size) for size in self.tail)
+        source_rest = () if columns is None else (columns, *tail)
+        target_rest = () if columns is None else ((0, columns[1] - columns[0]), *tail)
         pieces: list[Piece] = []
         padding: list[Region] = []
         top = 0  # local row at which the current part starts

@@ -15,7 +15,8 @@ from functools import cache
 from mrl.config.schema import ParallelConfig, RolloutConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.errors import ModelError
-from mrl.models import gpt_oss, gqa, mla
+from mrl.models import gdn, gpt_oss, gqa, mla
+from mrl.models.decoder import attention_prefix
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
 from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange, columns_of, padded_vocab, whole_tensor
@@ -64,15 +65,19 @@ class Fused:
 
     name: str
     shape: Shape
-    pieces: tuple[Piece, ...]  # their targets lie in `matrix`
+    pieces: tuple[Piece, ...]  # their targets lie in `place`
     padding: tuple[Region, ...]  # zeros, such as vocabulary rows without a token
     dtype: OwnDtype = None
-    columns: int | None = None  # of the matrix; None: the shape's last axis, and a vector stays one
+    columns: int | None = None  # of the matrix in which the targets lie, if not those of the shape
 
     @property
-    def matrix(self) -> Shape:
-        """Shape of the view of the tensor in which pieces and padding lie."""
-        if self.columns is None and len(self.shape) == 1:
+    def place(self) -> Shape:
+        """The shape of the view of the tensor in which the targets lie.
+
+        It is the tensor's own, or a matrix: with given columns, or of stacked experts, one below another.
+        """
+        dimensions = len(self.pieces[0].target) if self.pieces else len(self.shape)
+        if self.columns is None and dimensions == len(self.shape):
             return self.shape
         columns = self.columns or self.shape[-1]
         return math.prod(self.shape) // columns, columns
@@ -129,8 +134,11 @@ def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) ->
     if spec.family == "gpt_oss":
         yield from _gpt_oss_tensors(spec, sizes, rank, layer)
         return
-    hf = f"{prefix}self_attn."
-    attention = mla.engine_parameters(spec, spec.mla, hf) if spec.mla else gqa.engine_parameters(spec, hf, sizes.tp)
+    hf = prefix + attention_prefix(spec, layer)
+    if spec.gdn and spec.is_linear(layer):
+        attention = gdn.engine_parameters(spec, spec.gdn, hf)
+    else:
+        attention = mla.engine_parameters(spec, spec.mla, hf) if spec.mla else gqa.engine_parameters(spec, hf, sizes.tp)
     yield from (_fused(parameter, sizes, rank) for parameter in attention)
     if spec.moe and spec.has_experts(layer):
         yield from _expert_tensors(spec, spec.moe, sizes, rank, layer)
@@ -190,6 +198,9 @@ def _router_and_shared(spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[P
         yield Parameter(prefix + names.shared.format("gate_up"), parts, spec.hidden, "rows")
         down = prefix + names.shared.format("down")
         yield columns_of(down, down, spec.hidden, moe.shared_ffn)
+    if moe.shared_gate:
+        gate = prefix + names.shared_gate
+        yield whole_tensor(gate, gate, 1, spec.hidden)
 
 
 def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int | None = None) -> Fused:

@@ -58,6 +58,8 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
         small |= {"n_routed_experts": 4 * parallel.ep, "n_group": 2, "topk_group": 1}  # topk is twice as many
     if "mlp_layer_types" in values:
         small["mlp_layer_types"] = ["dense"] + ["sparse"] * (int(small["num_hidden_layers"]) - 1)
+    if "linear_num_key_heads" in values:
+        small |= _delta(large, int(small["num_hidden_layers"]), parallel)
     if "num_local_experts" in values:
         small["intermediate_size"] = 24 * math.lcm(parallel.tp, parallel.etp)
     if values.get("model_type") == "gpt_oss":
@@ -77,6 +79,22 @@ def _gpt_oss(parallel: ParallelConfig) -> dict[str, Any]:
         "sliding_window": 8,
         "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
     }
+
+
+def _delta(large: HfConfig, num_layers: int, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the sizes of linear attention, in every other layer."""
+    shared = min(2, large.integer("linear_num_value_heads") // large.integer("linear_num_key_heads"))
+    small: dict[str, Any] = {
+        "rms_norm_eps": 1e-3,  # with the usual 1e-6, norms of small outputs amplify rounding in gradients 1000 times
+        "linear_num_key_heads": parallel.tp,
+        "linear_num_value_heads": shared * parallel.tp,
+        "linear_key_head_dim": _HEAD,
+        "linear_value_head_dim": _HEAD,
+        "layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(num_layers)],
+    }
+    if "shared_expert_intermediate_size" in large:
+        small["shared_expert_intermediate_size"] = 16 * parallel.tp
+    return small
 
 
 def _num_layers(parallel: ParallelConfig) -> int:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from mrl.errors import ModelError
 from mrl.models.rope import Rope
 
+_CHUNK = 64
+"""Tokens that the kernels of the gated delta rule compute together."""
+
 
 @dataclass(frozen=True)
 class MoeSpec:
@@ -24,6 +27,7 @@ class MoeSpec:
     correction_bias: bool = False  # a frozen bias, added to the scores that choose experts but not to their weights
     scaling: float = 1.0  # factor of the weights of the chosen experts
     shared_ffn: int = 0  # rows of the expert that every token uses, or 0
+    shared_gate: bool = False  # whether a number of each token weights the output of that expert
     num_groups: int = 1  # a token's experts come from its best groups only
     groups_per_token: int = 1
     clamp: float | None = None
@@ -40,6 +44,41 @@ class MlaSpec:
     nope_dim: int  # dimensions of a query or key without a position
     rope_dim: int  # dimensions with a position, which the keys of all heads share
     v_dim: int
+
+
+@dataclass(frozen=True)
+class GdnSpec:
+    """The gated delta rule, a linear attention: sizes of its heads and of the convolution in front of them."""
+
+    key_heads: int
+    value_heads: int  # a multiple of the key heads
+    key_dim: int
+    value_dim: int
+    kernel: int  # tokens that the convolution sees
+    layers: frozenset[int]  # the other layers have ordinary attention
+    interleaved: bool = False  # whether the files store the projections by key head
+
+    @property
+    def conv_rows(self) -> int:
+        """Rows of queries, keys and values, which the convolution changes."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of the matrices of all heads of a layer."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def products_per_token(self) -> int:
+        """Multiplications of a token, without the projections: with the other tokens of its chunk, whose triangular
+        system is half filled, three times with the matrices, and in the convolution."""
+        in_chunk = _CHUNK * (2 * self.key_dim + self.value_dim) + _CHUNK // 2 * (self.key_dim + self.value_dim)
+        return 3 * self.state_elements + self.value_heads * in_chunk + self.kernel * self.conv_rows
+
+    def state_bytes(self, tp: int, item: int) -> int:
+        """Return the bytes that an engine keeps on a rank per sequence, of any length: the matrices in float32, and the
+        last tokens before the convolutions in items of that size."""
+        return len(self.layers) * (4 * self.state_elements + (self.kernel - 1) * self.conv_rows * item) // tp
 
 
 @dataclass(frozen=True)
@@ -67,12 +106,18 @@ class ModelSpec:
     output_bias: bool = False  # of attention's output projection
     mla: MlaSpec | None = None
     moe: MoeSpec | None = None
+    gdn: GdnSpec | None = None
+    output_gate: bool = False  # whether a gate for each query head multiplies the output of ordinary attention
+    zero_centered_norms: bool = False  # whether a norm multiplies by 1 + weight
     num_predicting_layers: int = 0
     """Number of extra layers in the files that predict more tokens at once. mrl does not train or export them."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} attention heads are not a multiple of {self.num_kv_heads} for keys")
+        if (gdn := self.gdn) and (gdn.value_heads % gdn.key_heads or not 0 < len(gdn.layers) < self.num_layers):
+            heads = f"{gdn.value_heads} value heads for {gdn.key_heads} key heads"
+            raise ModelError(f"linear attention with {heads}, in {len(gdn.layers)} of {self.num_layers} layers")
         moe = self.moe
         if moe is None:
             return
@@ -89,9 +134,14 @@ class ModelSpec:
         """Return whether that layer (counted over the whole model, from 0) routes its tokens to experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
+    def is_linear(self, layer: int) -> bool:
+        """Return whether that layer has the gated delta rule instead of ordinary attention."""
+        return self.gdn is not None and layer in self.gdn.layers
+
     def kind(self, layer: int) -> Hashable:
         """Return the kind of that layer. Layers of the same kind have the same tensors, except for their names."""
-        return "experts" if self.has_experts(layer) else "dense"
+        mlp = "experts" if self.has_experts(layer) else "dense"
+        return ("linear", mlp) if self.is_linear(layer) else mlp
 
     def layers_by_kind(self) -> dict[Hashable, list[int]]:
         """Return the layers of each kind. The first layer of a kind is its example."""
@@ -108,27 +158,33 @@ class ModelSpec:
     @property
     def qkv_rows(self) -> int:
         """Total rows of queries, keys and values."""
-        return (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.v_dim
+        q_heads = self.num_heads * (2 if self.output_gate else 1)
+        return (q_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.v_dim
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the language model. Tied embeddings count once. A router's frozen bias is no parameter."""
-        attention = self._attention_weights + (self.qkv_rows if self.qkv_bias else 0)
-        attention += (self.num_heads if self.sinks else 0) + (self.hidden if self.output_bias else 0)
-        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        small = (self.qkv_rows if self.qkv_bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
+        small += (self.num_heads if self.sinks else 0) + (self.hidden if self.output_bias else 0)
         if self.mla:
-            norms += (self.mla.q_rank or 0) + self.mla.kv_rank
+            small += (self.mla.q_rank or 0) + self.mla.kv_rank
+        attention = self._attention_weights + _num_full(self) * small
+        if gdn := self.gdn:
+            attention += len(gdn.layers) * (gdn.conv_rows * gdn.kernel + 2 * gdn.value_heads + gdn.value_dim)
+        norms = 2 * self.num_layers * self.hidden
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         experts = self.moe.num_experts if self.moe else 0
         mlp = self._mlp_weights(experts) + _mlp_biases(self)
-        return self.num_layers * (attention + norms) + mlp + embeddings + self.hidden
+        return attention + norms + mlp + embeddings + self.hidden
 
     @property
     def flops_per_token(self) -> int:
-        """Forward FLOPs of one token, including the head but not attention to other tokens: two per active weight."""
+        """Forward FLOPs of one token, including the head but not attention to other tokens: two per active weight, and
+        those of linear attention."""
         active_experts = self.moe.experts_per_token if self.moe else 0
-        layers = self.num_layers * self._attention_weights + self._mlp_weights(active_experts)
-        return 2 * (layers + self.vocab * self.hidden)
+        layers = self._attention_weights + self._mlp_weights(active_experts)
+        linear = len(self.gdn.layers) * self.gdn.products_per_token if self.gdn else 0
+        return 2 * (layers + linear + self.vocab * self.hidden)
 
     @property
     def mlp_share(self) -> float:
@@ -139,7 +195,7 @@ class ModelSpec:
     def attention_flops_per_token_pair(self) -> int:
         """Forward FLOPs of one token attending to another. A causal sequence of n tokens has n (n + 1) / 2 such
         pairs."""
-        return 2 * self.num_layers * self.num_heads * (self.head_dim + self.v_dim)
+        return 2 * _num_full(self) * self.num_heads * (self.head_dim + self.v_dim)
 
     @property
     def decode_flops_per_token_pair(self) -> int:
@@ -153,7 +209,7 @@ class ModelSpec:
         if self.mla:
             return self.num_layers * (self.mla.kv_rank + self.mla.rope_dim)
         # With a window in all layers, the cache is planned as if nothing left it.
-        num_layers = len(self.layers_without_window) or self.num_layers
+        num_layers = len(self.layers_without_window) or _num_full(self)
         return 2 * num_layers * max(1, self.num_kv_heads // tp) * self.head_dim
 
     def sequence_flops(self, num_tokens: int) -> int:
@@ -166,13 +222,12 @@ class ModelSpec:
 
     @property
     def _attention_weights(self) -> int:
-        mla = self.mla
-        if mla is None:
-            return self.hidden * (self.qkv_rows + self.num_heads * self.head_dim)
-        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_heads * (mla.nope_dim + mla.v_dim)
-        queries = mla.q_rank * (self.hidden + q_rows) if mla.q_rank else self.hidden * q_rows
-        keys_and_values = self.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * kv_rows
-        return queries + keys_and_values + self.num_heads * mla.v_dim * self.hidden
+        """Weights of the projections of all layers' attention."""
+        weights = _num_full(self) * _full_attention_weights(self)
+        if gdn := self.gdn:
+            values = gdn.value_heads * gdn.value_dim
+            weights += len(gdn.layers) * self.hidden * (gdn.conv_rows + 2 * values + 2 * gdn.value_heads)
+        return weights
 
     def _mlp_weights(self, num_experts: int) -> int:
         """Return the weights of the MLPs of all layers, with that many experts in each layer with experts."""
@@ -181,7 +236,7 @@ class ModelSpec:
         if self.moe is None:
             return dense
         expert_layer = 3 * self.hidden * (num_experts * self.moe.expert_ffn + self.moe.shared_ffn)
-        expert_layer += self.moe.num_experts * self.hidden
+        expert_layer += (self.moe.num_experts + self.moe.shared_gate) * self.hidden
         return dense + num_moe_layers * expert_layer
 
 
@@ -192,3 +247,18 @@ def _mlp_biases(spec: ModelSpec) -> int:
         return 0
     per_layer = moe.num_experts * (1 + 2 * moe.expert_ffn + spec.hidden)
     return per_layer * sum(map(spec.has_experts, range(spec.num_layers)))
+
+
+def _num_full(spec: ModelSpec) -> int:
+    """Return the number of layers with ordinary attention."""
+    return spec.num_layers - (len(spec.gdn.layers) if spec.gdn else 0)
+
+
+def _full_attention_weights(spec: ModelSpec) -> int:
+    mla = spec.mla
+    if mla is None:
+        return spec.hidden * (spec.qkv_rows + spec.num_heads * spec.head_dim)
+    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_heads * (mla.nope_dim + mla.v_dim)
+    queries = mla.q_rank * (spec.hidden + q_rows) if mla.q_rank else spec.hidden * q_rows
+    keys_and_values = spec.hidden * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * kv_rows
+    return queries + keys_and_values + spec.num_heads * mla.v_dim * spec.hidden

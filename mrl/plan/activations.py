@@ -72,6 +72,7 @@ from mrl.models.parameters import padded_vocab
 from mrl.models.spec import MlaSpec, ModelSpec
 from mrl.models.table import Head
 from mrl.plan.assumptions import ASSUMPTIONS
+from mrl.plan.delta_activations import delta_bytes, delta_work_bytes
 
 TILE_BYTES, MIN_COLUMNS = {"cpu": 1 << 24, "gpu": 1 << 28}, 512  # a test compares them with the head's own
 _TILES_AT_ONCE = 3
@@ -107,16 +108,21 @@ class StageActivations:
     """Bytes while backward is in a layer: recomputed tensors, gradients, and gathered sequences."""
 
 
-def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> LayerActivations:
+def layer_bytes(
+    spec: ModelSpec, model: MegatronModelConfig, has_experts: bool, is_linear: bool = False
+) -> LayerActivations:
     """Return the bytes that one layer keeps per token of a device."""
     at, item = model.parallel, ITEM_BYTES[model.dtype]
     t, s = at.tp, at.tp if at.sequence_parallel else 1
     fused = bool(model.megatron.get("bias_activation_fusion"))
     hidden = item * spec.hidden / s
-    elements = _latent_elements(spec, spec.mla, t, s) if spec.mla else _grouped_elements(spec, t)
-    attention = item * elements + 4 * spec.num_heads / t
-    up_projected = item * 2 * spec.num_heads * spec.head_dim / t if spec.mla else 0.0
-    attention += 0 if model.megatron.get("apply_rope_fusion") else 4 * spec.rope.dim * item
+    if spec.gdn and is_linear:
+        attention, up_projected = delta_bytes(spec.gdn, t, item), 0.0
+    else:
+        elements = _latent_elements(spec, spec.mla, t, s) if spec.mla else _grouped_elements(spec, t)
+        attention = item * elements + 4 * spec.num_heads / t
+        up_projected = item * 2 * spec.num_heads * spec.head_dim / t if spec.mla else 0.0
+        attention += 0 if model.megatron.get("apply_rope_fusion") else 4 * spec.rope.dim * item
     if not (has_experts and spec.moe):
         mlp, activation = item * (3 if fused else 5) * spec.ffn / t, 0.0
     else:
@@ -126,6 +132,7 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
         router = 24 * moe.experts_per_token + 5 * moe.num_experts
         router += 4 * moe.num_experts + 4 if moe.scoring == "sigmoid" else 0
         shared = item * (3 if fused else 5) * moe.shared_ffn / t
+        shared += item * (spec.hidden + 1) / s if moe.shared_gate else 0
         mlp = seen * (spec.hidden + 2 * moe.expert_ffn / at.etp) + router / s + shared
         activation = seen * (1 if fused else 4) * moe.expert_ffn / at.etp
     return LayerActivations(hidden, 2 * hidden, attention, up_projected, hidden, mlp, activation)
@@ -134,7 +141,8 @@ def layer_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) 
 def _grouped_elements(spec: ModelSpec, t: int) -> float:
     q, k = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     k = max(k, t * spec.head_dim)  # with fewer heads than ranks, each rank has one
-    return (2 * q + 2 * k + (q + k if spec.qk_norm else 0)) / t
+    gate = 3 * q if spec.output_gate else 0  # in float32, in the kernel's own dtype, and after it
+    return (2 * q + 2 * k + (q + k if spec.qk_norm else 0) + gate) / t
 
 
 def _latent_elements(spec: ModelSpec, mla: MlaSpec, t: int, s: int) -> float:
@@ -156,11 +164,12 @@ def stage_activations(
     chunks = [layers_of_chunk(layout, spec.num_layers, stage, chunk) for chunk in range(vpp)]
     kept, working = 0.0, 0.0
     for layers in chunks:
-        bytes_of = {kind: layer_bytes(spec, model, kind) for kind in {spec.has_experts(layer) for layer in layers}}
-        per_layer = [bytes_of[spec.has_experts(layer)] for layer in layers]
+        kinds = [(spec.has_experts(layer), spec.is_linear(layer)) for layer in layers]
+        bytes_of = {kind: layer_bytes(spec, model, *kind) for kind in set(kinds)}
+        per_layer = [bytes_of[kind] for kind in kinds]
         fused_norm = device == "gpu"
         chunk_kept, again = _with_recomputation(per_layer, model.megatron, fused_norm)
-        gradients = max((_gradient_bytes(spec, model, kind) for kind in bytes_of), default=0.0)
+        gradients = max((_gradient_bytes(spec, model, *kind) for kind in bytes_of), default=0.0)
         kept, working = kept + chunk_kept / vpp, max(working, again + gradients)
     in_flight = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
     in_flight = min(in_flight, num_micro_batches * vpp)
@@ -170,8 +179,13 @@ def stage_activations(
     return StageActivations(math.ceil(kept * in_flight * tokens), math.ceil(working * tokens))
 
 
-def _gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> float:
+def _gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool, is_linear: bool) -> float:
     """Return the bytes that backward needs per token in a layer of this kind, in addition to what the layer keeps."""
+    mlp = _mlp_gradient_bytes(spec, model, has_experts)
+    return max(mlp, delta_work_bytes(spec.gdn, model.parallel.tp, backward=True)) if spec.gdn and is_linear else mlp
+
+
+def _mlp_gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> float:
     at, item = model.parallel, ITEM_BYTES[model.dtype]
     hidden = (3 if at.sequence_parallel and at.tp > 1 else 2) * spec.hidden * item
     of_activation = 2 if model.megatron.get("bias_activation_fusion") else 3
@@ -186,13 +200,24 @@ def _gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bo
 
 def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
     """Return the bytes of a forward pass without backward, the tensors of one layer."""
-    kinds = {spec.has_experts(layer) for layer in range(spec.num_layers)}
-    return math.ceil(max(_forward_bytes(spec, model, kind) for kind in kinds) * model.max_tokens_per_device)
+    kinds = {(spec.has_experts(layer), spec.is_linear(layer)) for layer in range(spec.num_layers)}
+    return math.ceil(max(_forward_bytes(spec, model, *kind) for kind in kinds) * model.max_tokens_per_device)
 
 
-def _forward_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> float:
+def _forward_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool, is_linear: bool) -> float:
     """Return the bytes per token of one layer in a forward pass without backward."""
-    layer, item, at = layer_bytes(spec, model, has_experts), ITEM_BYTES[model.dtype], model.parallel
+    layer = layer_bytes(spec, model, has_experts, is_linear)
+    mlp = _mlp_forward_bytes(spec, model, layer, has_experts)
+    if not (spec.gdn and is_linear):
+        return mlp
+    attention = layer.residual + layer.norms + layer.attention
+    return max(mlp, attention + delta_work_bytes(spec.gdn, model.parallel.tp, backward=False))
+
+
+def _mlp_forward_bytes(
+    spec: ModelSpec, model: MegatronModelConfig, layer: LayerActivations, has_experts: bool
+) -> float:
+    item, at = ITEM_BYTES[model.dtype], model.parallel
     gathered = spec.hidden * item if at.sequence_parallel and at.tp > 1 else 0
     if not (has_experts and spec.moe):
         attention = layer.attention + layer.up_projected

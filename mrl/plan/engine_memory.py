@@ -25,7 +25,7 @@ class EngineMemory:
     cache_bytes: int
     token_bytes: int
     """Bytes of the keys and values of one token on one device."""
-    window_bytes: int
+    state_bytes: int
     """Bytes of the keys and values of one sample in layers with a window, if other layers have none."""
     sample_bytes: int
     """Bytes of a sample of full length."""
@@ -50,7 +50,7 @@ class EngineMemory:
 
     def num_held(self, tokens: float) -> float:
         """Return how many samples of that length fit into the cache."""
-        return max(0, self.cache_bytes) / (tokens * self.token_bytes + self.window_bytes)
+        return max(0, self.cache_bytes) / (tokens * self.token_bytes + self.state_bytes)
 
     @property
     def full_samples(self) -> int:
@@ -82,8 +82,8 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
         ),
         cache_bytes=cache,
         token_bytes=demand.token_bytes,
-        window_bytes=demand.window_bytes,
-        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout) + demand.window_bytes,
+        state_bytes=demand.state_bytes,
+        sample_bytes=demand.token_bytes * longest_sample_tokens(rollout) + demand.state_bytes,
         max_sequences=sequences,
         max_tokens=tokens,
         bucket_bytes=2 * max(config.sync.bucket_bytes, int(largest / _SLOT_SHARE)),

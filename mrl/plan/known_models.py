@@ -33,6 +33,19 @@ _LATENT: dict[str, Any] = {
     "topk_group": 1,
 }
 _YARN = {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+_DELTA: dict[str, Any] = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 262144,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 131072},
     "mistral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_position_embeddings": 32768, "sliding_window": None},
@@ -82,6 +95,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "num_experts_per_tok": 4,
     },
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | {"num_experts": 256, "num_experts_per_tok": 8},
+    "qwen3_next": _DELTA | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
     "mixtral": {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
@@ -131,6 +147,13 @@ _SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "GLM-4.7-Flash": ("glm4_moe_lite", (47, 2048, 20, 20, 10240, 154880, False)),
     "gpt-oss-20b": ("gpt_oss", (24, 2880, 64, 8, 2880, 201088, False)),
     "gpt-oss-120b": ("gpt_oss", (36, 2880, 64, 8, 2880, 201088, False)),
+    "Qwen3.5-4B": ("qwen3_5_text", (32, 2560, 16, 4, 9216, 248320, True)),
+    "Qwen3.5-9B": ("qwen3_5_text", (32, 4096, 16, 4, 12288, 248320, False)),
+    "Qwen3.5-27B": ("qwen3_5_text", (64, 5120, 24, 4, 17408, 248320, False)),
+    "Qwen3.5-35B-A3B": ("qwen3_5_moe_text", (40, 2048, 16, 2, 512, 248320, False)),
+    "Qwen3.5-122B-A10B": ("qwen3_5_moe_text", (48, 3072, 32, 2, 1024, 248320, False)),
+    "Qwen3.5-397B-A17B": ("qwen3_5_moe_text", (60, 4096, 32, 2, 1024, 248320, False)),
+    "Qwen3-Next-80B-A3B": ("qwen3_next", (48, 2048, 16, 2, 5120, 151936, False)),
     "Mixtral-8x7B": ("mixtral", (32, 4096, 32, 8, 14336, 32000, False)),
     "Mixtral-8x22B": ("mixtral", (56, 6144, 48, 8, 16384, 32768, False)),
 }
@@ -139,6 +162,7 @@ _SAME_SIZES = {
     "Llama-3-": "Llama-3.1-",
     "Llama-3.3-": "Llama-3.1-",
     "DeepSeek-R1-Distill-Llama-": "Llama-3.1-",
+    "Qwen3.6-": "Qwen3.5-",
     "Qwen2-": "Qwen2.5-",
     "Qwen2.5-Coder-": "Qwen2.5-",
     "Qwen2.5-Math-": "Qwen2.5-",
@@ -154,6 +178,11 @@ _GLM_45 = {
     "first_k_dense_replace": 3,
     "use_qk_norm": True,
     "routed_scaling_factor": 2.5,
+}
+_GATED_1024 = {
+    "linear_num_value_heads": 64,
+    "moe_intermediate_size": 1024,
+    "shared_expert_intermediate_size": 1024,
 }
 _EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": {"moe_intermediate_size": 768},
@@ -199,6 +228,11 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "rope_theta": 5e4,
     },
+    "Qwen3.5-27B": {"linear_num_value_heads": 48},
+    "Qwen3.5-35B-A3B": {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+    "Qwen3.5-122B-A10B": _GATED_1024,
+    "Qwen3.5-397B-A17B": _GATED_1024 | {"num_experts": 512, "num_experts_per_tok": 10},
+    "Qwen3-Next-80B-A3B": {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
     "GLM-4.7-Flash": {
         "rms_norm_eps": 1e-5,
         "qk_nope_head_dim": 192,
@@ -222,8 +256,9 @@ def model_spec(model: str) -> ModelSpec:
 
 
 def model_values(model: str) -> Mapping[str, Any]:
-    """Return the contents of a model's `config.json`; for a published model, the part that is known here."""
-    config = _config_of(model)
+    """Return the contents of a model's `config.json`, of one with vision the part about the language model; for a
+    published model, what is known here."""
+    config = _config_of(model).of_language_model()
     return {**config.values, **dict.fromkeys(config.nulls)}
 
 

@@ -38,9 +38,14 @@ class Planned(Generic[AnyTyped]):
         for role, spec in self.specs.items():
             num_experts = spec.moe.num_experts if spec.moe else None
             heads = (spec.num_heads, spec.num_kv_heads)
-            latent = spec.mla.kv_rank if spec.mla else None
             shape = ModelShape(
-                spec.num_layers, *heads, num_experts, window=spec.sliding_window, family=spec.family, latent=latent
+                spec.num_layers,
+                *heads,
+                num_experts,
+                window=spec.sliding_window,
+                family=spec.family,
+                latent=spec.mla.kv_rank if spec.mla else None,
+                delta_heads=spec.gdn.key_heads if spec.gdn else None,
             )
             yield from check_model_rules(self.config, [role], shape)
 

@@ -217,7 +217,7 @@ def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, fl
     launches_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + ASSUMPTIONS.decode_step_s
 
     def seconds(batch: float, context: float) -> float:
-        cached = context * engine.token_bytes + engine.window_bytes
+        cached = context * engine.token_bytes + engine.state_bytes
         read_s = (weights - math.pow(untouched, batch) * experts + batch * cached) / bytes_per_s
         compute_s = batch * (token_flops + pair_flops * mean_visible(spec, context)) / flops_per_s
         return max(max(read_s, compute_s) + launches_s, batch * ASSUMPTIONS.decode_sample_s)

@@ -157,9 +157,8 @@ def shape_differences(
 
 def _contents(planned: Fused, loaded: Fused) -> Iterator[tuple[str, str]]:
     """Yield where two tensors of the same shape have different contents."""
-    matrix = planned.matrix
     boxes = [*(piece.target for piece in planned.pieces), *planned.padding]
-    if problem := next(tiling_problems(matrix, boxes), None):
+    if problem := next(tiling_problems(planned.place, boxes), None):
         yield f"no exact cover: {problem}", "a value for each element"
     copies: dict[str, list[Piece]] = defaultdict(list)
     for piece in loaded.pieces:

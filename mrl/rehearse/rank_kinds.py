@@ -38,7 +38,7 @@ def rank_kinds(config: AnyConfig, role: str, spec: ModelSpec) -> Iterator[RankKi
     stages_of: dict[tuple[object, ...], list[int]] = {}
     for stage in range(layout.pp):
         chunks = [layers_of_chunk(layout, spec.num_layers, stage, chunk) for chunk in range(layout.vpp)]
-        layers = tuple(tuple(spec.has_experts(layer) for layer in chunk) for chunk in chunks)
+        layers = tuple(tuple(spec.kind(layer) for layer in chunk) for chunk in chunks)
         stages_of.setdefault((layers, stage == 0, stage == layout.pp - 1), []).append(stage)
     num = mesh.world_size // layout.pp
     for stages in stages_of.values():

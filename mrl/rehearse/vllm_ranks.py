@@ -76,18 +76,21 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
 
 def _settings(config: Config, model: Path) -> EngineSettings:
     """Return the settings of a run's engines, for vLLM on a CPU."""
-    rollout = config.rollout
+    rollout, spec = config.rollout, read_spec(model)
+    left_out = {"dtype"}
+    if spec.gdn:  # on a CPU, vLLM has no cache of states. It changes no parameter
+        left_out.add("enable_prefix_caching")
     return EngineSettings(
         model=model,
         dtype=rollout.vllm.get("dtype", config.actor.dtype),
         device="cpu",
         max_tokens=longest_sample_tokens(rollout),
-        vocab=read_spec(model).vocab,
+        vocab=spec.vocab,
         sockets=model,
         replica="",
         tp=rollout.tp,
         share=engine_share(config),
-        vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
+        vllm={name: value for name, value in rollout.vllm.items() if name not in left_out},
     )
 
 

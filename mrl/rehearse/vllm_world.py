@@ -151,4 +151,7 @@ def _slice(view: Tensor, known: Mapping[int, tuple[str, Shape]]) -> tuple[str, R
         return None
     row, column = divmod(int(view.storage_offset()), columns)
     rows = (row, row + matrix.shape[0])
-    return name, (rows,) if len(shape) == 1 else (rows, (column, column + width))
+    if len(shape) == 1:
+        return name, (rows,)
+    between = ((0, 1),) if shape[1:-1] == (1,) else ()  # a convolution has one input for each channel
+    return name, (rows, *between, (column, column + width))

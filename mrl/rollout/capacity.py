@@ -56,9 +56,11 @@ class EngineDemand:
         return self.spec.cached_elements(self.tp) * self.item_bytes
 
     @property
-    def window_bytes(self) -> int:
-        """Return the bytes that one device caches of one sample of any length in layers with a window."""
-        return window_elements(self.spec, self.tp) * self.item_bytes
+    def state_bytes(self) -> int:
+        """Return the bytes that one device keeps of a sample of any length: in layers with a window, and as states of
+        linear attention."""
+        states = self.spec.gdn.state_bytes(self.tp, self.item_bytes) if self.spec.gdn else 0
+        return window_elements(self.spec, self.tp) * self.item_bytes + states
 
     @property
     def weight_bytes(self) -> int:
@@ -107,7 +109,7 @@ def engine_capacity(demand: EngineDemand) -> EngineCapacity:
         sequences, tokens = _MIN_SEQUENCES, max(_CPU_TOKENS, demand.max_tokens)  # without chunked prefill
     else:
         cache = demand.cache_bytes(demand.work_bytes(_MIN_SEQUENCES, _FEW_TOKENS))
-        num_held = max(0, cache) // (demand.token_bytes * max(1, demand.max_tokens // 4) + demand.window_bytes)
+        num_held = max(0, cache) // (demand.token_bytes * max(1, demand.max_tokens // 4) + demand.state_bytes)
         sequences = min(MAX_SEQUENCES, round_up(min(num_wanted, max(num_held, _MIN_SEQUENCES)), _SEQUENCE_STEP))
         tokens = _TOKENS if num_held >= num_wanted else _FEW_TOKENS
         if options.get("enable_chunked_prefill") is False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -257,10 +258,30 @@ def _model_arguments(settings: EngineSettings) -> dict[str, Any]:
     if not settings.loads_files and "quantization_config" in HfConfig.read(settings.model):
         overrides["quantization_config"] = None  # the trainer sends unquantized weights
     own: dict[str, Any] = route_arguments(settings.device) if settings.returns_routes else {}
+    if not settings.loads_files and (text := _without_vision(settings)):
+        own |= {"hf_config_path": text}
     if spec.mla and settings.device == "cpu":
         # The kernel for machines with AMX takes only bfloat16, and the one for rotary embeddings no separate heads.
         own |= {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    if spec.gdn and settings.device == "cpu":
+        own |= {"enable_prefix_caching": False}  # for states of linear attention, it needs prefill in chunks
     return {**own, **settings.vllm, "hf_overrides": {**overrides, **(settings.vllm.get("hf_overrides") or {})}}
+
+
+def _without_vision(settings: EngineSettings) -> str:
+    """Write the configuration of the language model in a model with vision. Return its directory, or nothing.
+
+    The trainer sends no weights of a vision tower, so the engine builds none.
+    """
+    config = HfConfig.read(settings.model)
+    if (text := config.of_language_model()) is config:
+        return ""
+    directory = settings.sockets / f"language-model-{settings.replica}"
+    directory.mkdir(exist_ok=True)
+    architecture = FAMILIES[text.text("model_type")].architecture("lm")
+    values = {**text.values, "architectures": [architecture]}
+    (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return str(directory)
 
 
 def _demand(settings: EngineSettings) -> EngineDemand:

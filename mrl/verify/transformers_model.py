@@ -86,7 +86,7 @@ def answer(
     """Compute a model directory on a CPU. `before_layer` may raise an error to stop."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     reader = HfReader(path)
     hidden_1TH = torch.cat([reader.rows(EMBEDDING, token, token + 1) for token in token_ids.tolist()]).float()[None]
     with torch.no_grad(), _quiet():

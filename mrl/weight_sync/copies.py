@@ -4,8 +4,8 @@ Ranks with a copy take turns. On one node they do so from each group of tensors 
 its own copy, so that a rank has few peers, each with its connection. If there are more copies than engines, an engine
 goes round several of them, so that no copy is idle.
 
-A receiver asks for its source, and a sender asks for its workers. Both answers follow from the same rule. A sender looks
-only at the workers on its node, and elsewhere at every engine whose turn it is.
+A receiver asks for its source, and a sender asks for its workers. Both answers follow from the same rule. A sender
+looks only at the workers on its node, and elsewhere at every engine whose turn it is.
 """
 
 from __future__ import annotations

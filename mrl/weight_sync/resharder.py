@@ -182,7 +182,7 @@ class EngineTransfer:
         ]
         views = [tensor.view(slot.buffer) for tensor in layout]
         self._open = slot, layout, views
-        matrices = [view.view(tensor.fused.matrix) for view, tensor in zip(views, bucket.tensors, strict=True)]
+        matrices = [view.view(tensor.fused.place) for view, tensor in zip(views, bucket.tensors, strict=True)]
         for matrix, tensor in zip(matrices, bucket.tensors, strict=True):
             for box in tensor.fused.padding:
                 matrix[slices(box)] = 0

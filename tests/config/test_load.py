@@ -300,6 +300,35 @@ def test_a_family_without_a_class_for_scores_cannot_be_a_critic(valid: str, writ
     load_config(write(valid), ["critic=null", "placement={roles: {critic: null}}", "algorithm={advantage: grpo}"])
 
 
+DELTA = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("actor.parallel={tp: 1, cp: 2}", "reads the tokens of a row in order, all on one rank"),
+        ("actor.lora={rank: 4, alpha: 8}", "linear attention cannot have adapters yet"),
+        ("actor.parallel={tp: 4}", "4 does not divide 2 key-value heads"),
+        ("rollout.tp=8", "8 does not divide 4 key heads of linear attention"),
+        ("rollout.vllm.dtype=float32", "vLLM computes linear attention only in bfloat16"),
+        ("rollout.vllm.enable_prefix_caching=true", "vLLM caches no states of linear attention"),
+    ],
+)
+def test_limits_of_linear_attention_are_named(valid: str, write: Write, change: str, message: str) -> None:
+    """Also if the language model is a section of the file."""
+    write(json.dumps({"model_type": "qwen3_5", "text_config": DELTA}), "tiny/model/config.json")
+    right = ["rollout.engine=vllm", "rollout.vllm.dtype=bfloat16"]
+    load_config(write(valid), right)
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(valid), [*right, change])
+
+
 def test_a_cpu_computes_windows_with_context_parallelism(valid: str, write: Write) -> None:
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "model_type": "mistral", "sliding_window": 64}
     write(json.dumps(sizes), "tiny/model/config.json")

@@ -23,6 +23,9 @@ from tests.engine.tiny_training import build, negative_score, share
 
 LIMIT_S = 300.0
 MAX_RELATIVE = 2e-5
+DECAYS = (".A_log", ".dt_bias")
+DECAYS_RELATIVE = 1e-4
+"""Their gradients are sums that cancel: both, mrl's and transformers', are up to 6e-5 from a gradient in float64."""
 Gradients = dict[str, npt.NDArray[np.float32]]
 
 
@@ -98,5 +101,6 @@ def test_gradients_are_those_of_transformers(gradients: dict[str, tuple[Gradient
         for name, expected in theirs.items():
             scale = np.abs(expected).max()
             assert scale > 0, f"{model}: {name} has no gradient, so nothing is compared"
-            worst[model, name] = float(np.abs(ours[name] - expected).max() / scale)
-    assert max(worst.values()) < MAX_RELATIVE, sorted(worst.items(), key=lambda item: -item[1])[:5]
+            limit = DECAYS_RELATIVE if name.endswith(DECAYS) else MAX_RELATIVE
+            worst[model, name] = float(np.abs(ours[name] - expected).max() / scale / limit)
+    assert max(worst.values()) < 1, sorted(worst.items(), key=lambda item: -item[1])[:5]

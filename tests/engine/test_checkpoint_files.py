@@ -348,6 +348,19 @@ def test_a_long_run_is_an_end_whole_rows_and_a_beginning() -> None:
     ]
 
 
+def test_a_run_of_a_convolution_has_its_rows_and_its_channel() -> None:
+    pieces = (Piece("conv", ((4, 7), (0, 1), (0, 4)), ((0, 3), (0, 1), (0, 4))),)
+    shard = Shard(0, "conv1d.weight", (3, 1, 4), pieces, (), expert=False, split=True)
+    runs = [
+        (box, views["w"].flatten().tolist()) for _, box, views in flat_shard_regions(shard, 2, {"w": torch.arange(7)})
+    ]
+    assert runs == [
+        (((4, 5), (0, 1), (2, 4)), [0, 1]),
+        (((5, 6), (0, 1), (0, 4)), [2, 3, 4, 5]),
+        (((6, 7), (0, 1), (0, 1)), [6]),
+    ]
+
+
 def test_a_run_of_a_vector() -> None:
     values = torch.tensor([1.0, 2.0, 3.0])
     ((name, box, views),) = flat_shard_regions(NORM, 2, {"param": values})

@@ -100,12 +100,19 @@ def test_parameters_frequencies_and_work_are_those_of_transformers(tiny: Tiny, f
     theirs = model.model.rotary_emb.inv_freq
     assert torch.equal(spec.rope.inverse_frequencies(), theirs)
 
-    num_tokens = 20  # below the tiny window: eager attention computes every pair, seen or not
+    # Below the tiny window, because eager attention computes every pair, seen or not; with linear attention one chunk.
+    num_tokens = 64 if spec.gdn else 20
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.arange(num_tokens)[None], use_cache=False)
-    angles = spec.rope.dim * num_tokens  # transformers multiplies frequencies and positions as matrices
+    # transformers multiplies frequencies and positions as matrices, in Qwen3.5 three of them: time, height and width.
+    angles = spec.rope.dim * num_tokens * (3 if "qwen3_5" in family else 1)
     pairs = spec.attention_flops_per_token_pair * num_tokens**2
-    assert counter.get_total_flops() == spec.flops_per_token * num_tokens + pairs + angles
+    uncounted = 0
+    if gdn := spec.gdn:  # the triangular system, and outputs of the convolution beyond the last token
+        uncounted = num_tokens * gdn.value_heads * 32 * (gdn.key_dim + gdn.value_dim)
+        uncounted -= (gdn.kernel - 1) * gdn.kernel * gdn.conv_rows
+    counted = counter.get_total_flops() + 2 * (len(spec.gdn.layers) if spec.gdn else 0) * uncounted
+    assert counted == spec.flops_per_token * num_tokens + pairs + angles
 
 
 def test_a_sequence_costs_the_pairs_that_its_mask_lets_through() -> None:

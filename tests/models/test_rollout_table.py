@@ -19,6 +19,7 @@ from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.table import hf_tensors, shards_of
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES, make_tiny
+from tests.models.torchvision_stand_in import provide
 
 SIZES = [EngineSizes(), EngineSizes(2), EngineSizes(4)]
 CASES = [(family, sizes) for family in TINY_FAMILIES for sizes in SIZES]
@@ -28,7 +29,7 @@ CASES += [(family, EngineSizes(tp, tp)) for family in MOE_FAMILIES for tp in (2,
 def assembled(reader: HfReader, fused: Fused) -> torch.Tensor:
     """The parameter, from a model's files."""
     tensor = torch.full(fused.shape, torch.nan)
-    matrix = tensor.view(fused.matrix)
+    matrix = tensor.view(fused.place)
     for box in fused.padding:
         matrix[slices(box)] = 0
     for piece in fused.pieces:
@@ -46,7 +47,7 @@ def test_all_ranks_together_hold_every_element_and_none_twice_on_a_rank(
     for rank in range(sizes.tp):
         for fused in rollout_tensors(spec, sizes, rank):
             targets = [piece.target for piece in fused.pieces]
-            assert not list(tiling_problems(fused.matrix, [*targets, *fused.padding])), fused.name
+            assert not list(tiling_problems(fused.place, [*targets, *fused.padding])), fused.name
             for piece in fused.pieces:
                 boxes[piece.hf].add(piece.source)
     for name, shape in hf_tensors(spec, "lm").items():
@@ -100,6 +101,7 @@ def differences(directory: Path) -> list[str]:
     from tests.models.vllm_parameters import one_process, parameters
 
     found = []
+    provide(directory, pytest.MonkeyPatch())  # the process ends with this function
     with one_process(directory / "store") as group:
         for family in TINY_FAMILIES:
             model = make_tiny(family, directory / family)

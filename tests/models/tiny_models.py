@@ -18,8 +18,11 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 SIZES: dict[str, Any] = {
@@ -64,6 +67,26 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 48,
 }
 """Sizes of models with multi-latent attention."""
+DELTA: dict[str, Any] = {
+    "rms_norm_eps": 1e-3,  # with the usual 1e-6, norms of small outputs amplify rounding in gradients 1000 times
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,  # tp divides them
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+}
+"""Sizes of models with the gated delta rule."""
+GATED_EXPERTS: dict[str, Any] = {
+    **DELTA,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
     "llama_tied": (LlamaConfig, {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -136,10 +159,16 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_5_text": (Qwen3_5TextConfig, DELTA),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, GATED_EXPERTS),
+    "qwen3_next": (Qwen3NextConfig, GATED_EXPERTS),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 TINY_FAMILIES = tuple(CONFIGS)
-MOE_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "mixtral")
+MOE_FAMILIES = (
+    *("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"),
+    *("qwen3_5_moe_text", "qwen3_next", "mixtral"),
+)
 CORRECTION_BIAS = "e_score_correction_bias"
 LARGE = (".sinks", "_proj_bias")  # of gpt-oss: so large that the limits of experts and the sinks matter
 
@@ -169,6 +198,8 @@ def make_tiny(
     kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
+        if "linear_attn" in str(model):  # norms of norms of the zeros of a padding token have gradients of 1e7
+            model.get_input_embeddings().weight.normal_(0, config.initializer_range)
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter += 0.1 * torch.randn_like(parameter)

@@ -30,8 +30,8 @@ class Accounts:
 
     held: dict[str, int]
     predicted: WeightBytes
-    num_owned: float
-    """Elements whose optimizer state this rank owns, on average over the ranks that share it."""
+    owned_bytes: float
+    """Optimizer state of the elements that this rank owns, on average over the ranks that share it."""
     is_exact: bool
     """Whether the elements that this rank owns contain no padding: none exists, or no other rank shares a buffer with
     it."""
@@ -52,6 +52,9 @@ def _account(case: Case) -> Accounts:
         return Accounts(
             held=dict(engine.memory.device_bytes),
             predicted=stage_weights(request.spec, request.settings, mesh, case.head, stage),
-            num_owned=sum(buffer.num_elements / buffer.num_owners for buffer in found),
+            owned_bytes=sum(
+                buffer.num_elements / buffer.num_owners * (12 if dtype == "bfloat16" and not buffer.is_float32 else 8)
+                for buffer in found
+            ),
             is_exact=all(buffer.num_owners == 1 or buffer.num_padded == buffer.num_elements for buffer in found),
         )

@@ -20,6 +20,8 @@ from mrl.verify.layout import make_random
 from tests.presets.twins import MAX_SIZE, cut
 
 NOT_ON_A_CPU = {
+    "rollout.vllm.dtype": "bfloat16 for linear attention, which vLLM has in no other dtype on a CPU",
+    "enable_prefix_caching": "off for linear attention: on a CPU, vLLM caches no states",
     "gpu_memory_utilization": "unchanged, but on a CPU the size of the engine's cache is set in bytes",
     "cluster.device": "a device is a CPU slot",
     "dtype": "float32, so that all differences are rounding",
@@ -66,6 +68,8 @@ def overrides(config: Config) -> Iterator[str]:
     yield f"rollout.tp={tp}"
     yield "rollout.vllm.kv_cache_memory_bytes=67108864"
     yield "rollout.vllm.enforce_eager=true"
+    if "linear_num_key_heads" in model_values(config.model_of("actor")[1]):
+        yield from ("rollout.vllm.dtype=bfloat16", "rollout.vllm.enable_prefix_caching=false")
     yield from (f"{key}={value}" for key, value in _SIZES.items())
 
 
@@ -76,6 +80,8 @@ def write_model(config: Config, directory: Path, role: str = "actor") -> Path:
     values["vocab_size"] = save_toy_tokenizer(directory) + 9  # the tokenizers of some families add tokens
     if "head_dim" not in values:  # heads of 32, the smallest size that the engine's attention accepts
         values["hidden_size"] = 32 * values["num_attention_heads"]
+    if "linear_num_key_heads" in values:  # the only size that vLLM's kernels for CPUs take
+        values |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     return make_random(values, "lm", directory)
 
 

@@ -43,16 +43,23 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
     names = count()
 
     def make(
-        kind: str, model: Path, tp: int = 1, in_flight: bool = False, routes: bool = False, **vllm: object
+        kind: str,
+        model: Path,
+        tp: int = 1,
+        in_flight: bool = False,
+        routes: bool = False,
+        dtype: str = "float32",
+        loads_files: bool = False,
+        **vllm: object,
     ) -> RolloutEngine:
         for other in [engine for engine in engines if kind == "vllm" and isinstance(engine, engine_class(kind))]:
             other.close()
             engines.remove(other)
         sockets = tmp_path_factory.mktemp("handover")
         settings = EngineSettings(
-            model, "float32", "cpu", MAX_TOKENS, VOCAB, sockets, f"replica-{next(names)}", tp, {**VLLM, **vllm}
+            model, dtype, "cpu", MAX_TOKENS, VOCAB, sockets, f"replica-{next(names)}", tp, {**VLLM, **vllm}
         )
-        settings = replace(settings, takes_weights_in_flight=in_flight, returns_routes=routes)
+        settings = replace(settings, takes_weights_in_flight=in_flight, returns_routes=routes, loads_files=loads_files)
         engines.append(engine_class(kind)(settings))
         return engines[-1]
 

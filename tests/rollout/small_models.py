@@ -19,6 +19,8 @@ def make_small(family: str, directory: Path, seed: int, tied: bool = False) -> P
     config.tie_word_embeddings = tied
     if not hasattr(config, "kv_lora_rank"):
         config.head_dim = 32
+    if hasattr(config, "linear_key_head_dim"):  # the only size that vLLM's kernels for CPUs take
+        config.linear_key_head_dim = config.linear_value_head_dim = 128
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

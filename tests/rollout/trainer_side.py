@@ -14,7 +14,7 @@ from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
-from mrl.models.table import hf_tensors
+from mrl.models.table import float32_tensors, hf_tensors
 from mrl.rollout.engine import EngineSettings, RolloutEngine
 from mrl.weight_sync.ipc import ALIGNMENT_BYTES, IpcSender, TensorView, socket_path
 
@@ -23,23 +23,24 @@ SLOT_BYTES = 1 << 20
 DEADLINE_S = 60.0
 
 
-def fused(model: Path, tp: int = 1, rank: int = 0, ep: int = 1) -> Iterator[tuple[str, Tensor]]:
+def fused(model: Path, tp: int = 1, rank: int = 0, ep: int = 1, dtype: str = "float32") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of one rank of a vLLM engine."""
     reader = HfReader(model)
     for entry in rollout_tensors(read_spec(model), EngineSizes(tp, ep), rank):
-        tensor = torch.zeros(entry.shape)
-        matrix = tensor.view(entry.matrix)
+        tensor = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype or dtype))
+        matrix = tensor.view(entry.place)
         for piece in entry.pieces:
             target = matrix[slices(piece.target)]
             target.copy_(reader.read(piece.hf, piece.source).reshape(target.shape))
         yield entry.name, tensor
 
 
-def whole(model: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors as its files have them."""
-    reader = HfReader(model)
-    for name, shape in hf_tensors(read_spec(model), "lm").items():
-        yield name, reader.read(name, tuple((0, size) for size in shape))
+def whole(model: Path, dtype: str = "float32") -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's tensors as a trainer in that dtype has them."""
+    reader, spec = HfReader(model), read_spec(model)
+    for name, shape in hf_tensors(spec, "lm").items():
+        kept = "float32" if name in float32_tensors(spec) else dtype
+        yield name, reader.read(name, tuple((0, size) for size in shape)).to(getattr(torch, kept))
 
 
 def send(settings: EngineSettings, version: int, tensors: Tensors, tp_rank: int = 0) -> dict[str, str]:
@@ -88,9 +89,10 @@ def update(engine: RolloutEngine, model: Path, version: int) -> list[dict[str, s
     """Send the weights of a model's files to an engine. Return the replies of its processes."""
     settings = engine.settings
     full = engine.full_tensor_reason
-    sending = [
-        InBackground(send, settings, version, whole(model) if full else fused(model, settings.tp, rank), rank)
-        for rank in range(settings.tp)
-    ]
+
+    def tensors(rank: int) -> Tensors:
+        return whole(model, settings.dtype) if full else fused(model, settings.tp, rank, dtype=settings.dtype)
+
+    sending = [InBackground(send, settings, version, tensors(rank), rank) for rank in range(settings.tp)]
     engine.receive_weights(version)
     return [each.result() for each in sending]

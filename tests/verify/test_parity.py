@@ -51,6 +51,13 @@ LAYOUTS = {
         Layout(pp=2, vpp=2, ep=2),  # windows by the number of the layer in the whole model
         Layout(tp=2, cp=2, sequence_parallel=True),
     ],
+    "qwen3_5_text": [
+        Layout(tp=2, pp=2),  # without sequence parallelism
+        Layout(pp=2, vpp=2),
+        Layout(tp=2, sequence_parallel=True),
+    ],
+    "qwen3_5_moe_text": [Layout(tp=2, ep=2, sequence_parallel=True), Layout(pp=2, ep=2)],
+    "qwen3_next": [Layout(tp=2, sequence_parallel=True)],
 }
 MODES = sorted(AGGREGATIONS)
 

@@ -55,7 +55,7 @@ def numbered(spec: ModelSpec) -> dict[str, Ids]:
 
 def assembled(made: Shard | Fused, hf: dict[str, Ids]) -> Ids:
     tensor = np.zeros(made.shape, np.int64)
-    matrix = tensor.reshape(-1, made.shape[-1]) if tensor.ndim > 1 else tensor
+    matrix = tensor.reshape(made.place) if isinstance(made, Fused) else tensor
     for piece in made.pieces:
         matrix[slices(piece.target)] = hf[piece.hf][slices(piece.source)]
     return tensor
@@ -93,11 +93,10 @@ def test_what_is_planned_assembles_every_worker(
             continue
         expected = {f.name: assembled(f, numbered(spec)) for f in rollout_tensors(spec, sizes, plan.worker % sizes.tp)}
         for bucket in plan.buckets:
-            made = [np.zeros(tensor.fused.shape, np.int64) for tensor in bucket.tensors]
+            made = [np.zeros(tensor.fused.place, np.int64) for tensor in bucket.tensors]
             for source, transfers in bucket.incoming.items():
                 for site, tensor_number, region in transfers:
-                    target = made[tensor_number]
-                    matrix = target.reshape(-1, target.shape[-1]) if target.ndim > 1 else target
+                    matrix = made[tensor_number]
                     for name, source_box, target_box in region.copies:
                         assert not matrix[slices(target_box)].any(), "written twice"
                         parameter = local[source][site.chunk, site.prefix + name]

@@ -24,11 +24,13 @@ _NAMES = {
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "positions": ("max_position_embeddings",),
     "latent": ("kv_lora_rank",),
+    "delta_heads": ("linear_num_key_heads",),
 }
 
 _WITHOUT_SCORES = {
     "glm4_moe": "Glm4MoeForSequenceClassification",
     "glm4_moe_lite": "Glm4MoeLiteForSequenceClassification",
+    "qwen3_5_moe_text": "Qwen3_5MoeForSequenceClassification",
 }
 """Family without a class for scores in transformers -> name of the class."""
 
@@ -47,6 +49,8 @@ class ModelShape:
     family: str | None = None
     latent: int | None = None
     """Size of the latent of keys and values, with multi-latent attention."""
+    delta_heads: int | None = None
+    """Key heads of linear attention, in a model with the gated delta rule."""
 
 
 def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
@@ -66,6 +70,8 @@ def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
         return problem(key, f'"{file}" is not JSON')
     if not isinstance(sizes, dict):
         return problem(key, f'"{file}" is not a JSON object')
+    if isinstance(text := sizes.get("text_config"), dict):  # a model with vision
+        sizes = text
     shape = {field: next((sizes[name] for name in names if name in sizes), None) for field, names in _NAMES.items()}
     if sizes.get("rope_scaling") or (sizes.get("rope_parameters") or {}).get("factor"):
         shape["positions"] = None  # scaling adds positions, and the number depends on its kind
@@ -96,6 +102,7 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         if isinstance(model, TrainedModelConfig):
             yield from check_lora_targets(role, model, shape.experts, shape.latent, config.cluster.device)
         yield from _latent(role, model, shape)
+        yield from _linear_attention(role, model, shape)
         if config.cluster.device == "gpu":
             yield from _window(f"{role}.parallel.cp", model.parallel.cp, shape)
         if shape.family == gpt_oss.FAMILY:
@@ -107,6 +114,7 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _heads("rollout.tp", config.rollout.tp, shape)
         if shape.family == gpt_oss.FAMILY:
             yield from gpt_oss.check_key_heads("rollout.tp", config.rollout.tp, shape.kv_heads)
+        yield from _states(config, shape)
         yield from _positions(config, shape)
 
 
@@ -130,6 +138,41 @@ def _latent(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterato
     if shape.latent is None and shape.layers is not None and "mla_up_proj" in modules:
         what = "mla_up_proj, but the model has no multi-latent attention"
         yield problem(f"{key}.recompute_modules", what, "remove it from the list")
+
+
+def _linear_attention(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse layouts and adapters that the gated delta rule does not support yet."""
+    if shape.delta_heads is None:
+        return
+    key, tp = f"{role}.parallel", model.parallel.tp
+    if model.parallel.cp > 1:
+        what = f"{model.parallel.cp}, but linear attention reads the tokens of a row in order, all on one rank"
+        yield problem(f"{key}.cp", what, f"{key}.cp=1")
+    if isinstance(model, TrainedModelConfig) and model.lora is not None:
+        yield problem(f"{role}.lora", "linear attention cannot have adapters yet", f"{role}.lora=null")
+    for heads, kind in ((shape.delta_heads, "key heads of linear attention"), (shape.kv_heads, "key-value heads")):
+        if heads is not None and heads % tp:
+            what = f"{tp} does not divide {heads} {kind}, whose gates Megatron splits with them"
+            yield problem(f"{key}.tp", what, nearest(f"{key}.tp", near_divisors(tp, heads)))
+
+
+def _states(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse engines that cannot run linear attention."""
+    heads, rollout = shape.delta_heads, config.rollout
+    if heads is None:
+        return
+    if heads % rollout.tp:
+        fix = nearest("rollout.tp", near_divisors(rollout.tp, heads))
+        yield problem("rollout.tp", f"{rollout.tp} does not divide {heads} key heads of linear attention", fix)
+    if config.cluster.device == "gpu" or rollout.engine != "vllm":
+        return
+    dtype = rollout.vllm.get("dtype", config.actor.dtype)
+    if dtype != "bfloat16":
+        what = f"{dtype}, but on a CPU vLLM computes linear attention only in bfloat16"
+        yield problem("rollout.vllm.dtype", what, "rollout.vllm.dtype=bfloat16")
+    if rollout.vllm.get("enable_prefix_caching"):
+        key = "rollout.vllm.enable_prefix_caching"
+        yield problem(key, "true, but on a CPU vLLM caches no states of linear attention", f"{key}=false")
 
 
 def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
