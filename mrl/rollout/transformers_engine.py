@@ -30,7 +30,7 @@ class RowState:
     request: GenerationRequest
     sampling: Sampling
     noise: torch.Generator
-    cache: DynamicCache = field(default_factory=DynamicCache)
+    cache: DynamicCache
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
@@ -59,7 +59,7 @@ class TransformersEngine(RolloutEngine):
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         for request in requests:
             noise = torch.Generator(self.settings.device).manual_seed(request.seed)
-            self._rows[request.key] = RowState(request, sampling, noise)
+            self._rows[request.key] = RowState(request, sampling, noise, self._new_cache())
 
     @torch.inference_mode()
     def _step(self) -> list[Generated]:
@@ -131,9 +131,14 @@ class TransformersEngine(RolloutEngine):
     def _num_written(self) -> Mapping[str, int]:
         return {key: len(row.token_ids) for key, row in self._rows.items()}
 
+    def _new_cache(self) -> DynamicCache:
+        """Return an empty cache. Linear attention needs the kinds of the layers to keep its states."""
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or ()
+        return DynamicCache(config=self.model.config) if "linear_attention" in kinds else DynamicCache()
+
     def _drop_cache(self) -> None:
         for row in self._rows.values():
-            row.cache = DynamicCache()
+            row.cache = self._new_cache()
 
     def _sleep(self) -> None:
         self._drop_cache()
