@@ -46,12 +46,14 @@ class HfReader:
         self._packed = mxfp4.packed_names(self._file_of.keys())
 
     def __contains__(self, name: str) -> bool:
-        return name in self._packed or self._find(name) is not None
+        return name in self._packed or self.entry(name) is not None
 
-    def entry(self, name: str) -> tuple[str, wrapped.Place, tuple[int, ...]]:
-        """Return where a tensor is: the entry's name in its file, the place in it, and the entry's shape."""
-        place = self._place(name)
-        return self._entries[place.entry], place, tuple(self._slice(place.entry).get_shape())
+    def entry(self, name: str) -> tuple[str, wrapped.Place] | None:
+        """Return the entry of its file that holds a tensor, and the place in it; None if no single entry does."""
+        place = wrapped.Place(name) if name in self._file_of else None
+        if place is None and ".experts." in name and self._family and self._family.may_be_stacked:
+            place = wrapped.find(name, self._file_of)
+        return None if place is None else (self._entries[place.entry], place)
 
     def read(self, name: str, box: Region) -> torch.Tensor:
         """Return a box of one tensor, of a quantized one in float32. Nothing else of the tensor is read.
@@ -66,7 +68,7 @@ class HfReader:
             return mxfp4.dequantized(blocks, scales, box)
         place = self._place(name)
         entry = self._slice(place.entry)
-        tensor: torch.Tensor = entry[slices(place.box(box, tuple(entry.get_shape())))]
+        tensor: torch.Tensor = entry[slices(place.box(box, entry_shape(self, place)))]
         if place.expert is not None:
             return tensor[0]
         if entry.get_dtype() != fp8_blocks.FILE_TYPE:
@@ -99,7 +101,7 @@ class HfReader:
         if name in self._packed:
             return mxfp4.shape_of(self.shape(name + mxfp4.BLOCKS))
         place = self._place(name)
-        return place.shape(tuple(self._slice(place.entry).get_shape()))
+        return place.shape(entry_shape(self, place))
 
     def whole(self, name: str) -> torch.Tensor:
         return self.read(name, tuple((0, size) for size in self.shape(name)))
@@ -115,7 +117,7 @@ class HfReader:
         optional = {SCORE} if new_head else set()
         may_be_stacked = FAMILIES[spec.family].may_be_stacked
         problems = [f"{name} is missing" for name in expected if name not in self and name not in optional]
-        left_out, carried = self._predicting_layers(spec), self.passengers(spec)
+        left_out, carried = _predicting_layers(self, spec), passengers(self, spec)
         problems += _stacked_problems(self, spec, expected) if may_be_stacked else []
         if carried and self.block:
             problems.append(f"{carried[0]} would be exported from FP8 files: use the full-precision model")
@@ -155,20 +157,10 @@ class HfReader:
                 stacklevel=2,
             )
 
-    def passengers(self, spec: ModelSpec) -> list[str]:
-        """Return the tensors that exports have unchanged: vision, and layers that predict more tokens."""
-        return sorted(name for name in self._file_of if name.startswith(FAMILIES[spec.family].passengers))
-
-    def _find(self, name: str) -> wrapped.Place | None:
-        """Return the place of a tensor among the entries, if it has one."""
-        if name in self._file_of or ".experts." not in name:
-            return wrapped.Place(name) if name in self._file_of else None
-        return wrapped.find(name, self._file_of) if self._family and self._family.may_be_stacked else None
-
     def _place(self, name: str) -> wrapped.Place:
-        if (place := self._find(name)) is None:
+        if (entry := self.entry(name)) is None:
             raise ModelError(f"the tensor {name} does not exist", where=str(self.path))
-        return place
+        return entry[1]
 
     def _format_problems(self, name: str) -> Iterator[str]:
         if name in self._packed:
@@ -191,12 +183,6 @@ class HfReader:
         elif (kind := self._slice(scales).get_dtype()) != "F32":
             yield f"{scales} holds {kind}, not F32"
 
-    def _predicting_layers(self, spec: ModelSpec) -> set[str]:
-        """Return the tensors of the layers that predict more tokens at once, after the model's own layers."""
-        numbers = range(spec.num_layers, spec.num_layers + spec.num_predicting_layers)
-        prefixes = tuple(f"model.layers.{number}." for number in numbers)
-        return {name for name in self._file_of if name.startswith(prefixes)}
-
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
             raise ModelError(f"the tensor {name} does not exist", where=str(self.path))
@@ -218,15 +204,30 @@ class HfReader:
         return self._open[file]
 
 
+def entry_shape(reader: HfReader, place: wrapped.Place) -> tuple[int, ...]:
+    return tuple(reader._slice(place.entry).get_shape())
+
+
+def passengers(reader: HfReader, spec: ModelSpec) -> list[str]:
+    """Return the tensors that exports have unchanged: vision, and layers that predict more tokens."""
+    return sorted(name for name in reader if name.startswith(FAMILIES[spec.family].passengers))
+
+
+def _predicting_layers(reader: HfReader, spec: ModelSpec) -> set[str]:
+    """Return the tensors of the layers that predict more tokens at once, after the model's own layers."""
+    numbers = range(spec.num_layers, spec.num_layers + spec.num_predicting_layers)
+    prefixes = tuple(f"model.layers.{number}." for number in numbers)
+    return {name for name in reader if name.startswith(prefixes)}
+
+
 def _stacked_problems(reader: HfReader, spec: ModelSpec, expected: Mapping[str, Shape]) -> Iterator[str]:
     """Yield stacked experts of another number or shape."""
     num_experts = spec.moe.num_experts if spec.moe else 0
     for name, shape in expected.items():
-        if name not in reader:
+        if (found := reader.entry(name)) is None or (place := found[1]).expert is None:
             continue
-        _, place, entry = reader.entry(name)
-        fits = len(entry) == 3 and entry[0] == num_experts and place.shape(entry) == shape
-        if place.expert is not None and not fits:
+        entry = entry_shape(reader, place)
+        if len(entry) != 3 or entry[0] != num_experts or place.shape(entry) != shape:
             yield f"{place.entry} has shape {list(entry)}, but {name} has {list(shape)} of {num_experts} experts"
 
 

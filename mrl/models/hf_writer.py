@@ -159,7 +159,7 @@ class HfWriter:
         return tensors
 
     def _views(self, family: Family, files: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return every tensor as a view of its place in the files' tensors, and those that mrl does not train."""
+        """Return every tensor as a view of its place in the files' tensors, also of tensors that are not trained."""
         parts = {name: family.stored(name) for name in self._shapes}
         views = {entry: files[entry] for entry in self._source.carried}
         return views | {name: part.view(files[part.file]) if part else files[name] for name, part in parts.items()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mrl.models.hf_config import HfConfig
-from mrl.models.hf_reader import HfReader
+from mrl.models.hf_reader import HfReader, entry_shape, passengers
 from mrl.models.regions import Shape, slices, whole
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -39,9 +39,9 @@ class SourceForm:
         if head != "lm" or not _has_weights(source):
             return cls({}, {}, None, wraps=False)
         reader = HfReader(source)
-        found = {name: reader.entry(name) for name in shapes if name in reader}
-        places = {name: entry for name, entry in found.items() if entry[0] != name}
-        carried = {reader.entry(name)[0]: name for name in reader.passengers(spec)}
+        found = [(name, entry) for name in shapes if (entry := reader.entry(name)) and entry[0] != name]
+        places = {name: (entry, place, entry_shape(reader, place)) for name, (entry, place) in found}
+        carried = {entry[0]: name for name in passengers(reader, spec) if (entry := reader.entry(name))}
         config = HfConfig.read(source)
         return cls(places, carried, reader, wraps=config.of_language_model() is not config)
 
