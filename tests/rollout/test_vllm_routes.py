@@ -54,9 +54,10 @@ def test_routes_are_the_choices_of_transformers(
     assert all(np.array_equal(again[key].routes, sample.routes) for key, sample in samples.items())
 
 
-def test_a_model_without_experts_has_no_routes(make_engine: Callable[..., RolloutEngine], small: Small) -> None:
+def test_a_model_without_experts_has_no_routes(small: Small) -> None:
+    settings = EngineSettings(small("qwen3"), "float32", "cpu", 96, VOCAB, Path(), "replica-0")
     with pytest.raises(RolloutError, match="has no experts, so there are no routes"):
-        make_engine("vllm", small("qwen3"), routes=True)
+        EngineRoutes(settings, lambda method, **_: [])
 
 
 def test_routes_that_cannot_be_the_models_are_refused(small: Small) -> None:
