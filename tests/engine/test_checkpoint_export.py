@@ -50,14 +50,14 @@ def go_through_megatron(cases: list[Case]) -> list[Case]:
 def make_cases(directory: Path, layouts: list[Layout], moe_layouts: list[Layout]) -> list[Case]:
     """Return every family, and two with a score head, in every layout."""
     # Not above: transformers is not for the ranks, which import this module.
-    from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES, make_tiny
+    from tests.models.tiny_models import DELTA_FAMILIES, MOE_FAMILIES, TINY_FAMILIES, make_tiny
 
     models: list[tuple[str, Head]] = [(family, "lm") for family in TINY_FAMILIES]
     cases: list[Case] = []
     for family, head in [*models, ("llama", "score"), ("qwen2", "score")]:
         source = make_tiny(family, directory / f"{family}-{head}", 0, head)
         for layout in layouts + (moe_layouts if family in MOE_FAMILIES else []):
-            if family == "gpt_oss" and layout.etp > 1:
+            if (family == "gpt_oss" and layout.etp > 1) or (family in DELTA_FAMILIES and layout.cp > 1):
                 continue  # refused
             number = len(cases)
             cases.append(Case(str(source), f"{source}-{number}", head, layout))

@@ -169,6 +169,7 @@ MOE_FAMILIES = (
     *("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss"),
     *("qwen3_5_moe_text", "qwen3_next", "mixtral"),
 )
+DELTA_FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 CORRECTION_BIAS = "e_score_correction_bias"
 LARGE = (".sinks", "_proj_bias")  # of gpt-oss: so large that the limits of experts and the sinks matter
 
