@@ -238,8 +238,8 @@ def test_a_replica_of_several_processes_dies_as_a_whole(vllm_fleet: Fleet, alone
 @pytest.mark.parametrize(
     ("vllm_fleet", "family"),
     [
-        (("qwen3_moe", 1, 2), "qwen3_moe"),
-        (("glm4_moe", 1, 2, 2), "glm4_moe"),
+        pytest.param(("qwen3_moe", 1, 2), "qwen3_moe", marks=pytest.mark.on_demand),
+        pytest.param(("glm4_moe", 1, 2, 2), "glm4_moe", marks=pytest.mark.on_demand),
         (("deepseek_v3", 1, 2), "deepseek_v3"),
         (("gpt_oss", 1, 2), "gpt_oss"),
     ],
