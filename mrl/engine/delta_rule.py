@@ -105,13 +105,21 @@ def _in_chunks(inputs: Sequence[Tensor], chunks: RowChunks) -> Tensor:
     seen = (q @ k.mT) * between
     q_before, k_after = q * total.exp()[..., None], k * (total[..., -1:] - total).exp()[..., None]
     kept = total[..., -1].exp()[..., None, None]
-    state, outputs, begin = v.new_zeros(chunks.num_rows[0], *v.shape[1:2], k.shape[-1], v.shape[-1]), [], 0
-    for num in chunks.num_rows:
-        at, begin = slice(begin, begin + num), begin + num
-        corrections = fresh[at] - old[at] @ state[:num]
-        outputs.append(q_before[at] @ state[:num] + seen[at] @ corrections)
-        state = state[:num] * kept[at] + k_after[at].mT @ corrections
-    return chunks.tokens(torch.cat(outputs))
+    return chunks.tokens(_read_in_order((fresh, old, q_before, seen, kept, k_after), chunks.num_rows))
+
+
+def _read_in_order(parts: Sequence[Tensor], num_rows: tuple[int, ...]) -> Tensor:
+    """Return the outputs of all chunks. The matrix of a row goes from each of its chunks to the next."""
+    outputs: list[Tensor] = []
+    for num, fresh, old, q_before, seen, kept, k_after in zip(
+        num_rows, *(x.split(num_rows) for x in parts), strict=True
+    ):
+        if not outputs:
+            state = fresh.new_zeros(*fresh.shape[:2], old.shape[-1], fresh.shape[-1])
+        corrections = fresh - old @ state[:num]
+        outputs.append(q_before @ state[:num] + seen @ corrections)
+        state = state[:num] * kept + k_after.mT @ corrections
+    return torch.cat(outputs)
 
 
 def _normalized(x: Tensor) -> Tensor:

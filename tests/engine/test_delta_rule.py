@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.engine.delta_rule import RowChunks, gated_delta_rule, row_convolution
 
@@ -71,3 +72,28 @@ def test_the_convolution_of_packed_rows_sees_no_other_row() -> None:
         for row in x.split(LENGTHS.tolist())
     ]
     torch.testing.assert_close(row_convolution(x, weight, RowChunks.of(LENGTHS, CPU)), torch.cat(rows))
+
+
+class BytesMade(TorchDispatchMode):
+    """Adds up the bytes of all tensors that operations make."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, list | tuple) else (result,):
+            self.total += value.nbytes if isinstance(value, Tensor) else 0
+        return result
+
+
+def test_a_longer_row_costs_in_proportion_to_its_length() -> None:
+    """Slices of one tensor, chunk by chunk, would make a gradient of the whole row for each chunk."""
+    made = []
+    for length in (256, 2048):
+        q, k, v = (torch.randn(length, 1, 8, requires_grad=True) for _ in range(3))
+        log_decay, beta = (torch.rand(length, 1, requires_grad=True) for _ in range(2))
+        chunks = RowChunks.of(np.array([length]), CPU)
+        with BytesMade() as counted:
+            gated_delta_rule((q, k, v), -log_decay, beta, chunks).sum().backward()
+        made.append(counted.total)
+    assert made[1] < 9 * made[0]
