@@ -72,7 +72,7 @@ from mrl.models.parameters import padded_vocab
 from mrl.models.spec import MlaSpec, ModelSpec
 from mrl.models.table import Head
 from mrl.plan.assumptions import ASSUMPTIONS
-from mrl.plan.delta_activations import delta_bytes, delta_work_bytes
+from mrl.plan.delta_activations import delta_bytes, delta_forward_bytes, delta_work_bytes
 
 TILE_BYTES, MIN_COLUMNS = {"cpu": 1 << 24, "gpu": 1 << 28}, 512  # a test compares them with the head's own
 _TILES_AT_ONCE = 3
@@ -169,20 +169,20 @@ def stage_activations(
         per_layer = [bytes_of[kind] for kind in kinds]
         fused_norm = device == "gpu"
         chunk_kept, again = _with_recomputation(per_layer, model.megatron, fused_norm)
-        gradients = max((_gradient_bytes(spec, model, *kind) for kind in bytes_of), default=0.0)
+        gradients = max((_mlp_gradient_bytes(spec, model, has_experts) for has_experts, _ in bytes_of), default=0.0)
         kept, working = kept + chunk_kept / vpp, max(working, again + gradients)
+        linear = [layer for (_, is_linear), layer in bytes_of.items() if is_linear]
+        if spec.gdn and linear:
+            # A recomputed MLP is over when the backward pass comes to attention.
+            is_full = model.megatron.get("recompute_granularity") == "full"
+            of_layers = again - min(layer.mlp + layer.expert_activation for layer in linear) if is_full else 0.0
+            working = max(working, of_layers + delta_work_bytes(spec.gdn, layout.tp, backward=True))
     in_flight = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
     in_flight = min(in_flight, num_micro_batches * vpp)
     if pp > 1:
         sent = spec.hidden * ITEM_BYTES[model.dtype] / (layout.tp if layout.sequence_parallel else 1)
         kept += sent * (1 - (stage == pp - 1) / vpp)  # the last chunk sends nothing
     return StageActivations(math.ceil(kept * in_flight * tokens), math.ceil(working * tokens))
-
-
-def _gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool, is_linear: bool) -> float:
-    """Return the bytes that backward needs per token in a layer of this kind, in addition to what the layer keeps."""
-    mlp = _mlp_gradient_bytes(spec, model, has_experts)
-    return max(mlp, delta_work_bytes(spec.gdn, model.parallel.tp, backward=True)) if spec.gdn and is_linear else mlp
 
 
 def _mlp_gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool) -> float:
@@ -206,12 +206,11 @@ def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
 
 def _forward_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts: bool, is_linear: bool) -> float:
     """Return the bytes per token of one layer in a forward pass without backward."""
-    layer = layer_bytes(spec, model, has_experts, is_linear)
+    layer, item = layer_bytes(spec, model, has_experts, is_linear), ITEM_BYTES[model.dtype]
     mlp = _mlp_forward_bytes(spec, model, layer, has_experts)
     if not (spec.gdn and is_linear):
         return mlp
-    attention = layer.residual + layer.norms + layer.attention
-    return max(mlp, attention + delta_work_bytes(spec.gdn, model.parallel.tp, backward=False))
+    return max(mlp, layer.residual + layer.norms + delta_forward_bytes(spec.gdn, model.parallel.tp, item))
 
 
 def _mlp_forward_bytes(

@@ -13,19 +13,30 @@ def delta_bytes(gdn: GdnSpec, tp: int, item: int) -> float:
     values = gdn.value_heads * gdn.value_dim
     convolution = 3 * item * gdn.conv_rows  # its input, its output, and queries, keys and values
     gate = 8 * values  # before and after its activation, in float32
-    norm = values * (4 + 3 * item) + 4 * gdn.value_heads  # float32 and normalized, with weight, with gate
+    norm = values * 3 * item + 4 * gdn.value_heads  # its input and output, the gated output, and one number per head
     decays = 16 * gdn.value_heads  # four numbers of each head, in float32
     return (convolution + gate + norm + decays) / tp + _INDEX_BYTES
 
 
-def delta_work_bytes(gdn: GdnSpec, tp: int, *, backward: bool) -> float:
-    """Return the bytes while the delta rule works, in float32. An estimate: the allocator's order was not measured.
+def delta_forward_bytes(gdn: GdnSpec, tp: int, item: int) -> float:
+    """Return the bytes of attention at the peak of a forward pass without backward.
 
-    For each value head: queries, keys and values in chunks, decays and products between the tokens of a chunk, both
-    sides of the triangular system, corrections and outputs. Backward has these again with gradients, and the matrices
-    between chunks.
+    The products of the layer's input and the activated channels are alive while the delta rule works.
     """
-    per_head = 6 * gdn.key_dim + 5 * gdn.value_dim + 4 * _CHUNK
+    inputs = item * (2 * gdn.conv_rows + gdn.value_heads * gdn.value_dim) + 16 * gdn.value_heads
+    return inputs / tp + _INDEX_BYTES + delta_work_bytes(gdn, tp, backward=False)
+
+
+def delta_work_bytes(gdn: GdnSpec, tp: int, *, backward: bool) -> float:
+    """Return the bytes at the peak of the delta rule, in float32.
+
+    They were counted in `mrl.engine.delta_rule`. For each value head, forward holds queries, keys and values in chunks,
+    both sides of the triangular system and its solution; backward also holds their gradients, and queries and keys as
+    the layer below made them.
+    """
+    keys, values = gdn.key_dim, gdn.value_dim
+    per_head = 6 * (keys + values) + 3 * _CHUNK + 3
     if backward:
-        per_head = 2 * (per_head + 2 * gdn.key_dim * gdn.value_dim // _CHUNK)
-    return 4 * gdn.value_heads * per_head / tp
+        per_head = 9 * keys + 10 * values + 2 * _CHUNK + 7
+    own_keys = 2 * keys * gdn.key_heads if backward else 0
+    return 4 * (gdn.value_heads * per_head + own_keys) / tp

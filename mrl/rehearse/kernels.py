@@ -6,7 +6,7 @@ products, and Megatron's fused activation, which torch's compiler fuses on GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -93,6 +93,51 @@ def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, *
     value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
     output: Tensor = _Attention.apply(query, key, value, module.softmax_offset)  # type: ignore[no-untyped-call]
     return output[..., :width].reshape(query.shape[0], -1)
+
+
+class _ReadInOrder(torch.autograd.Function):
+    """mrl's loop over the chunks of the gated delta rule, which takes minutes on fake tensors.
+
+    For backward, each chunk keeps its matrix and its corrections. Backward frees them on its way, and then joins the
+    gradients of all chunks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, num_rows: tuple[int, ...], *parts: Tensor) -> Tensor:
+        fresh, old = parts[:2]
+        learns = any(ctx.needs_input_grad)
+        matrices = fresh.new_empty(
+            len(fresh) if learns else num_rows[0], fresh.shape[1], old.shape[-1], fresh.shape[-1]
+        )
+        outputs = torch.empty_like(fresh)
+        if learns:
+            ctx.kept = [*parts, matrices, torch.empty_like(fresh)]
+            ctx.like = [part.new_empty(1).expand(part.shape) for part in parts]
+        _count_products(parts)
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        for _ in ("inputs", "matrices"):
+            _count_products(ctx.like)
+        ctx.kept.clear()
+        by_chunk = [torch.empty(like.shape, dtype=like.dtype) for like in ctx.like]
+        joined = []
+        while by_chunk:
+            joined.append(torch.empty_like(by_chunk[0]))
+            del by_chunk[0]
+        return None, *joined
+
+
+def _count_products(parts: Sequence[Tensor]) -> None:
+    fresh, old, q_before, seen, _, k_after = parts
+    for operand in (old, q_before, seen, k_after):
+        counted.product(operand, fresh.shape[-1])
+
+
+def read_in_order(parts: Sequence[Tensor], num_rows: tuple[int, ...]) -> Tensor:
+    outputs: Tensor = _ReadInOrder.apply(num_rows, *parts)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 class _Rotation(torch.autograd.Function):

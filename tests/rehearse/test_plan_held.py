@@ -15,12 +15,7 @@ from mrl.plan.known_models import known_config
 from tests.rehearse import large_mixture
 from tests.rehearse.held import CONFIGS, PRESETS, held, roles_of
 
-TOO_LONG = pytest.mark.skip(reason="the loop over chunks of linear attention takes minutes on fake tensors")
-ROLES = [
-    pytest.param(preset, role, marks=TOO_LONG if "qwen3.5" in preset else ())
-    for preset in PRESETS
-    for role in roles_of(CONFIGS / f"{preset}.yaml")
-]
+ROLES = [(preset, role) for preset in PRESETS for role in roles_of(CONFIGS / f"{preset}.yaml")]
 STAYS = 0.02 * GIB
 """Memory of a role after an offload: angles of the rotary embedding."""
 
