@@ -71,6 +71,8 @@ class ToolCall(_Plain):
     arguments: Mapping[str, Any] | None = None
     problem: str = ""
     """Problem of the call, worded for the model."""
+    id: str = ""
+    """Identifier of the call, if its result must repeat it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

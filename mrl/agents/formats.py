@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from mrl.agents.environment import Message, Observation, ToolCall
-from mrl.errors import AgentError
-from mrl.registry import Registry
+from mrl.config.agent import FORMATS
+from mrl.errors import AgentError, NameUnknown, did_you_mean
+from mrl.registry import load_attribute
 
-FORMATS: Registry[type[Format]] = Registry("format")
 _MAX_DEPTH = 32
 CUT_OFF = "The turn reached its limit of tokens before it was complete, and none of its calls was executed."
 INVALID_ACTION = (
@@ -33,8 +33,12 @@ class Format(ABC):
     """Texts that end a turn and are part of it."""
     end_tokens: tuple[str, ...] = ()
     """Tokens that end a turn, in addition to the template's, if the tokenizer has them."""
+    answers_in_text: bool = False
+    """Whether answers are plain text, so that the chat template has no part in them."""
     turn_end: str = ""
     """Text that ends a turn for the model, if an answer in plain text follows a turn that was cut off."""
+    opens_turn: bool = False
+    """Whether the text with which the chat template opens a turn follows an answer in plain text."""
     reserved: tuple[str, ...] = ()
     """Texts that enclose an observation and must not occur inside one: a document could otherwise pose as another
     speaker."""
@@ -42,6 +46,10 @@ class Format(ABC):
     @abstractmethod
     def parse(self, text: str) -> list[ToolCall]:
         """Return the calls of a turn, in their order. Each contains its own problem, if any."""
+
+    def with_types(self, call: ToolCall, parameters: Mapping[str, Any]) -> ToolCall:
+        """Return the call with values as the schema of its parameters asks for them, if the model writes only text."""
+        return call
 
     def answer(self, calls: Sequence[ToolCall], observation: Observation) -> list[Message] | str:
         """Return what the model reads next: messages for the chat template, or plain text that follows its turn."""
@@ -52,15 +60,20 @@ class Format(ABC):
 
 def load_format(name: str) -> Format:
     """Return the format with that name, or the class at `package.module:Class`."""
-    loaded: object = FORMATS.resolve(name)
+    if ":" not in name and name not in FORMATS:
+        fix = f"{did_you_mean(name, FORMATS)} Or name your own as package.module:Class."
+        raise NameUnknown(f'unknown format "{name}"', where="agent.format", fix=fix)
+    loaded: object = load_attribute(FORMATS.get(name, name))
     if not isinstance(loaded, type) or not issubclass(loaded, Format):
         raise AgentError(f"{name} is not a format", where="agent.format", fix="use a class that inherits from Format")
     return loaded()
 
 
-def calls_of(form: Format, text: str, finish: str) -> list[ToolCall]:
-    """Return the calls of a turn. If the turn was cut off, none of them may be executed."""
-    calls = form.parse(text)
+def calls_of(form: Format, text: str, finish: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]:
+    """Return the calls of a turn, for tools with these schemas. If the turn was cut off, none may be executed."""
+    functions = [tool.get("function", tool) for tool in tools]
+    parameters = {function.get("name"): function.get("parameters", {}) for function in functions}
+    calls = [form.with_types(call, parameters.get(call.name, {})) for call in form.parse(text)]
     if finish == "length":
         return [replace(call, arguments=None, problem=CUT_OFF) for call in calls]
     return calls
@@ -74,7 +87,6 @@ def answer_of(form: Format, calls: Sequence[ToolCall], observation: Observation)
     return form.answer(calls, observation)
 
 
-@FORMATS.register("hermes")
 class Hermes(Format):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Qwen 2.5, Qwen 3 and Hermes."""
 
@@ -106,7 +118,6 @@ class Hermes(Format):
         return replace(call, arguments=None, problem=call.problem or missing), len(text) - len(rest)
 
 
-@FORMATS.register("llama3_json")
 class Llama3Json(Format):
     """`{"name": ..., "parameters": {...}}` with nothing before it, the format of Llama 3.1. Several calls are separated
     by `;`."""
@@ -125,7 +136,6 @@ class Llama3Json(Format):
         return calls
 
 
-@FORMATS.register("harmony")
 class Harmony(Format):
     """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, the format of gpt-oss.
 
@@ -134,6 +144,7 @@ class Harmony(Format):
     """
 
     end_tokens = ("<|call|>", "<|return|>")
+    answers_in_text = True
     turn_end = "<|end|>"
     _ends = re.compile(r"<\|(?:start|end|call|return)\|>")
     _recipient = re.compile(r"\bto=([^\s<]+)")
@@ -154,11 +165,7 @@ class Harmony(Format):
             return ToolCall(name="", problem=f"A call is addressed to={self._prefix}NAME, with the name of a tool.")
         if content is None:
             return ToolCall(name=name, problem="There is no <|message|> before the arguments of the call.")
-        try:
-            arguments = _JSON.decode(content)
-        except (ValueError, RecursionError) as error:
-            return ToolCall(name=name, problem=_not_json(error, 0))
-        return _call_of({"name": name, "arguments": arguments}, ("arguments",))
+        return made_call(name, content)
 
     def answer(self, calls: Sequence[ToolCall], observation: Observation) -> list[Message] | str:
         pairs = zip(calls, observation.results, strict=True) if observation.results else ()
@@ -172,11 +179,11 @@ class Harmony(Format):
         return "".join(texts) + "<|start|>assistant"
 
 
-@FORMATS.register("search_r1")
 class SearchR1Tags(Format):
     """`<search>query</search>` or `<answer>text</answer>`, the first of which counts. Results follow without roles."""
 
     stops = ("</search>", "</answer>")
+    answers_in_text = True
     reserved = ("<information>", "</information>")
     _action = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 
@@ -211,6 +218,16 @@ def _decoded(text: str, start: int, keys: Sequence[str]) -> tuple[ToolCall, int]
         return ToolCall(name="", problem=_not_json(error, start)), start
     call = _call_of(value, keys)
     return call, start if call.problem else end
+
+
+def made_call(name: str, arguments: Any) -> ToolCall:
+    """Return the call of a tool with these arguments, an object or its JSON."""
+    return _call_of({"name": name, "arguments": arguments}, ("arguments",))
+
+
+def decode_json(text: str) -> Any:
+    """Return the value of a text. Raise `ValueError` for a number that is none, and for a key that occurs twice."""
+    return _JSON.decode(text)
 
 
 def _call_of(value: Any, keys: Sequence[str]) -> ToolCall:

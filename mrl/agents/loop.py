@@ -81,6 +81,8 @@ class Dialog:
     """Calls of each turn."""
     said: list[str] = field(default_factory=list)
     """Texts of the turns and the observations, alternating."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Schemas of the tools that its environment offers."""
     score: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     environment_s: float = 0.0
@@ -191,7 +193,7 @@ class Dialogs:
         ids, speaker = generated.token_ids.tolist(), self._speakers[dialog.environment]
         dialog.said.append(self._decode(ids))
         text = self._decode(ids[:-1]) if ids[-1] in speaker.end_ids else dialog.said[-1]
-        dialog.calls.append(calls_of(speaker.format, text, generated.finish))
+        dialog.calls.append(calls_of(speaker.format, text, generated.finish, dialog.tools))
         turn = Turn(
             number=len(dialog.calls) - 1,
             text=text,
@@ -228,6 +230,7 @@ class Dialogs:
             raise AgentError(
                 f"the conversation begins with {type(answer).__name__}, not Start", where=dialog.environment or ""
             )
+        dialog.tools = answer.tools
         opening, name, is_first = dialog.opening, dialog.environment or "", not dialog.segments
         if is_first and not answer.tools and list(answer.messages) == list(opening.messages):
             self._converse(dialog, opening.prompt_ids, opening.max_tokens)

@@ -54,9 +54,12 @@ class Speaker:
         self._tokenizer, self.format, self._template, self._max_tokens = tokenizer, form, template, max_tokens
         self.max_prompt_tokens, self._where = max_prompt_tokens, where
         self._forbidden = control_tokens(tokenizer, *form.reserved)
+        if template is not None and not template.end_of_turn and not form.answers_in_text:
+            raise AgentError(_NO_END, where=_WHERE, fix=_NO_END_FIX)
         ends = [*form.end_tokens, *([template.end_of_turn] if template is not None else [])]
         vocabulary = tokenizer.get_vocab()
-        self.end_ids = frozenset(vocabulary[token] for token in ends if token in vocabulary)
+        self._ends = {vocabulary[token]: token for token in ends if token in vocabulary}
+        self.end_ids = frozenset(self._ends)
         """Tokens that end a turn."""
 
     def render(self, start: Start) -> tuple[str, list[int]]:
@@ -76,15 +79,15 @@ class Speaker:
         Return None if not even one character of each text fits, which happens if the model makes too many calls in a
         turn.
         """
-        safe_calls = [replace(call, name=self._harmless(call.name)) for call in calls]
+        safe_calls = [replace(call, name=self._harmless(call.name), id=self._harmless(call.id)) for call in calls]
         raw_texts = (*observation.results, observation.text)
         texts = [self._harmless(text) for text in raw_texts]
-        has_end = int(conversation.context_ids[-1]) in self.end_ids
+        end = self._ends.get(int(conversation.context_ids[-1]))
 
         @cache
         def cut_to(kept: int) -> tuple[str, Ids]:
             *results, text = [text[:kept] for text in texts]
-            whole = self._text(safe_calls, replace(observation, results=results, text=text), has_end=has_end)
+            whole = self._text(safe_calls, replace(observation, results=results, text=text), end)
             return whole, np.array(self._tokenizer([whole], add_special_tokens=False)["input_ids"][0], np.int32)
 
         kept = self._longest(lambda kept: len(cut_to(kept)[1]) <= self._max_tokens, max(map(len, texts)))
@@ -103,13 +106,16 @@ class Speaker:
             text = self._forbidden.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
         return text
 
-    def _text(self, calls: Sequence[ToolCall], observation: Observation, *, has_end: bool) -> str:
+    def _text(self, calls: Sequence[ToolCall], observation: Observation, end: str | None) -> str:
+        """Return the answer to a turn that ended with this token, or with none."""
         answer = answer_of(self.format, calls, observation)
         if isinstance(answer, str):
-            return ("" if has_end else self.format.turn_end) + answer
+            # Some models end their turn with the token of the next speaker.
+            following = self.format.turn_end + answer if end is None else answer.removeprefix(end)
+            return following + (self._template.opening if self.format.opens_turn and self._template else "")
         if self._template is None:
             raise AgentError("its answers are chat messages, but there is no chat template", where="agent.format")
-        return ("" if has_end else self._template.end_of_turn) + self._template.increment(answer)
+        return (self._template.end_of_turn if end is None else "") + self._template.increment(answer)
 
     def _longest(self, fits: Callable[[int], bool], longest: int) -> int | None:
         """Return how many characters of each text to keep: all, or about as many as fit."""
@@ -126,6 +132,8 @@ class Speaker:
 
 
 _WHERE = "the chat template"
+_NO_END = "it does not end a turn with a control token"
+_NO_END_FIX = "set data.template_file, or a format without roles"
 _MARK = "mrl0mark"
 _CALL_ID = "call00000"
 """Some templates require nine letters and digits."""
@@ -140,8 +148,15 @@ class TurnTemplate:
         self._made_of = tokenizer, options
         self._template = template_of(tokenizer, {**options, "tools": list(tools)} if tools else options)
         self._control = control_tokens(tokenizer)
-        marked = self._behind_mark([_QUESTION, {"role": "assistant", "content": _MARK}], _MARK, last=True)
-        self.end_of_turn = marked[0]
+        ended = self._behind_mark([_QUESTION, {"role": "assistant", "content": _MARK}], _MARK, last=True)
+        self.end_of_turn = ended[0]
+        """The token that ends the model's turn, or nothing."""
+
+    @property
+    def opening(self) -> str:
+        """The text with which a turn of the model opens."""
+        whole = self.render([_QUESTION], calls_for_answer=True)
+        return whole.removeprefix(self.render([_QUESTION], calls_for_answer=False))
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
         return TurnTemplate(*self._made_of, tools)
@@ -163,6 +178,8 @@ class TurnTemplate:
             mark += "x"
         turn = said(mark, calls=mark if messages[0]["role"] == "tool" else "")
         end, increment = self._behind_mark([_QUESTION, turn, *messages], mark)
+        if not end:
+            raise AgentError(_NO_END, where=_WHERE, fix=_NO_END_FIX)
         if end != self.end_of_turn:
             raise AgentError(
                 f"a turn with tool calls ends with {end}, but other turns with {self.end_of_turn}", where=_WHERE
@@ -170,13 +187,12 @@ class TurnTemplate:
         return increment
 
     def _behind_mark(self, messages: Sequence[Message], mark: str, *, last: bool = False) -> tuple[str, str]:
-        """Return the token that ends the turn with the marker, and the text after it."""
+        """Return the token that ends the turn with the marker, or nothing, and the text after it."""
         text = self.render(messages, calls_for_answer=not last)
-        match = self._control.search(text, text.rfind(mark)) if mark in text else None
-        if match is None:
-            what = "it does not end a turn with a control token" if mark in text else "it leaves out the model's text"
-            raise AgentError(what, where=_WHERE, fix="set data.template_file, or a format without roles")
-        return match[0], text[match.end() :]
+        if mark not in text:
+            raise AgentError("it leaves out the model's text", where=_WHERE, fix=_NO_END_FIX)
+        match = self._control.search(text, text.rfind(mark))
+        return (match[0], text[match.end() :]) if match else ("", "")
 
 
 def said(text: str, *, calls: str = "") -> Message:

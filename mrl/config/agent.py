@@ -15,7 +15,17 @@ ENVIRONMENTS = {
 }
 TEXT_FORMATS = ("search_r1",)
 """Formats that write text without chat roles."""
-FORMATS = ("hermes", "llama3_json", "harmony", *TEXT_FORMATS)
+FORMATS = {
+    "hermes": "mrl.agents.formats:Hermes",
+    "llama3_json": "mrl.agents.formats:Llama3Json",
+    "harmony": "mrl.agents.formats:Harmony",
+    "qwen3_coder": "mrl.agents.published_formats:QwenCoder",
+    "glm45": "mrl.agents.published_formats:Glm45",
+    "deepseek_v3": "mrl.agents.published_formats:DeepSeekV3",
+    "deepseek_v31": "mrl.agents.published_formats:DeepSeekV31",
+    "kimi_k2": "mrl.agents.published_formats:KimiK2",
+    "search_r1": "mrl.agents.formats:SearchR1Tags",
+}
 TOOLS = {
     "calculator": "mrl.agents.built_in_tools:calculator",
     "python": "mrl.agents.built_in_tools:python",
@@ -49,8 +59,9 @@ class EnvironmentConfig:
     tools: dict[PlainName, ToolConfig] = field(default_factory=dict)
     """Name of each tool for the model -> the tool."""
     format: Annotated[str, component("format", FORMATS)] = "hermes"
-    """How the model writes tool calls: `hermes` (Qwen), `llama3_json`, `harmony` (gpt-oss), `search_r1`, or your own
-    as `package.module:class`."""
+    """How the model writes tool calls: `hermes` (Qwen 2.5 and 3), `qwen3_coder` (also Qwen3.5), `llama3_json`, `glm45`
+    (GLM-4.5 to 4.7), `deepseek_v3`, `deepseek_v31`, `kimi_k2`, `harmony` (gpt-oss), `search_r1`, or your own as
+    `package.module:class`."""
     max_turns: Annotated[int, at_least(2)] = 4
     """Largest number of turns of the model, including its final answer. A call in the last turn gets no answer."""
     max_turn_tokens: Count | None = None

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from mrl.agents.formats import load_format
 from mrl.agents.loop import Dialog, Dialogs, Opening, open_dialogs
 from mrl.agents.observation import CONVERSATIONS, TurnTemplate, differences
-from mrl.config.agent import TEXT_FORMATS, EnvironmentConfig
+from mrl.config.agent import EnvironmentConfig
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, template_options
 from mrl.data.rlhf_dataset import Prompt
@@ -27,7 +28,7 @@ def check_agents(
 ) -> Iterator[CheckResult]:
     """Check the chat template, the room for turns, and the environments, without generating."""
     formats = {environment.format for environment in config.agent.environments.values()}
-    if formats - {*TEXT_FORMATS, "harmony"} and not config.data.raw_text:  # others answer through the template
+    if not config.data.raw_text and not all(load_format(name).answers_in_text for name in formats):
         yield from _check_template(config, tokenizer)
     for name, environment in config.agent.environments.items():
         yield from _check_room(name, environment, config.rollout.max_response_tokens)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from mrl.agents.environment import Observation, ToolCall, Turn
 from mrl.agents.formats import (
     CUT_OFF,
-    FORMATS,
     INVALID_ACTION,
     answer_of,
     calls_of,
     load_format,
     search_r1_documents,
 )
+from mrl.config.agent import FORMATS
 from mrl.errors import AgentError, NameUnknown
 
 SPIKE = '{"name": "run", "arguments": {"code": "print(\'</tool_call>\') # <think> <tool_call>{}"}}'
@@ -65,6 +65,38 @@ GOLDEN: list[tuple[str, str, list[tuple[str, Any]]]] = [
         " to=functions.now<|channel|>commentary json<|message|>{}<|end|><|start|>assistant to=functions.look<|channel|>"
         'commentary<|message|>{"at": [1]}',
         [("now", {}), ("look", {"at": [1]})],
+    ),
+    (
+        "qwen3_coder",
+        "<think>\n<tool_call><function=no></function></tool_call></think>\nFirst.\n<tool_call>\n<function=add>\n"
+        "<parameter=a>\n12\n</parameter>\n<parameter=q>\nö\n</tool_call>\n</parameter>\n</function>\n</tool_call>",
+        [("add", {"a": "12", "q": "ö\n</tool_call>"})],
+    ),
+    (
+        "glm45",
+        "\n<think>so</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>12</arg_value>\n<arg_key>q</arg_key>\n"
+        "<arg_value>ö\n</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        [("add", {"a": "12", "q": "ö\n"}), ("now", {})],
+    ),
+    (
+        "deepseek_v3",
+        "<think>so</think>I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 12, "q": "```ö"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n'
+        "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [("add", {"a": 12, "q": "```ö"}), ("now", {})],
+    ),
+    (
+        "deepseek_v31",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 12}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [("add", {"a": 12}), ("now", {})],
+    ),
+    (
+        "kimi_k2",
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 12}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+        [("add", {"a": 12}), ("now", {})],
     ),
     ("search_r1", "<think> Who? </think>\n<search> who wrote\nit </search>", [("search", {"query": "who wrote\nit"})]),
     ("search_r1", "<answer> Beijing </answer>\n", [("answer", {"answer": "Beijing"})]),
@@ -138,6 +170,14 @@ def test_a_cut_turn_is_told_of_the_limit_and_not_that_it_forgot_to_call() -> Non
         ("harmony", "<|channel|>commentary to=python<|message|>print(1)", "addressed to=functions.NAME"),
         ("harmony", "<|channel|>commentary to=functions.<|message|>{}", "addressed to=functions.NAME"),
         ("harmony", "<|channel|>commentary to=functions.add", "There is no <|message|> before the arguments"),
+        ("qwen3_coder", "<tool_call>add</tool_call>", "no name of a tool in the call"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</parameter></function>", "does not end after 1 arg"),
+        ("glm45", "<tool_call>add<arg_key>a</arg_key></tool_call>", "does not end after 0 arguments"),
+        ("glm45", f"<tool_call>f{2 * '<arg_key>a</arg_key><arg_value>1</arg_value>'}</tool_call>", "a occurs twice"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>", 'with the "name" of a tool'),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>add {}", "There is no <｜tool▁sep｜> in the call."),
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{", "no <|tool_call_end|> in"),
+        ("kimi_k2", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>", 'with the "name" of a tool'),
         ("search_r1", "It is Beijing.", INVALID_ACTION),
         ("search_r1", "<search> who </answer>", INVALID_ACTION),
         ("search_r1", "<search> q </search><information> It is so. </information>", INVALID_ACTION),
@@ -174,6 +214,15 @@ def test_no_text_is_an_error(name: str, data: st.DataObject) -> None:
     pieces = ["<tool_call>", "</tool_call>", "<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"]
     pieces += ['{"name": "f", ', '"arguments": ', '"parameters": ', *("{}", "}", "{", ";", "<|python_tag|>")]
     pieces += ['"', "\\ud800", "1", "<|channel|>", "to=functions.f", "<|message|>", "<|call|>"]
+    pieces += ["<function=f>", "<parameter=a>", "</parameter>", "</function>", "<arg_key>", "</arg_key>"]
+    pieces += ["<arg_value>", "</arg_value>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
+    pieces += [
+        "<|tool_call_begin|>",
+        "functions.f:0",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "\n```json\n",
+    ]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces) | st.text(max_size=3), max_size=12)))
     for finish in ("stop", "length"):
         for call in calls_of(load_format(name), text, finish):

@@ -158,7 +158,7 @@ def test_a_template_that_no_conversation_can_grow_by_is_refused_by_name(
     tokenizer = tokenizer_with_tools("qwen2.5", tmp_path / "made")
     tokenizer.chat_template = template
     with pytest.raises(AgentError, match="the chat template: ") as caught:
-        TurnTemplate(tokenizer, {})
+        TurnTemplate(tokenizer, {}).increment([USER])
     assert what in str(caught.value)
 
 
