@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from mrl.config.schema import Config
+from mrl.models.regions import Region
 from mrl.models.spec import ModelSpec
-from mrl.rehearse.engine_weights import rollout_layout
+from mrl.rehearse.engine_weights import RehearsalError, rollout_layout
 from mrl.rehearse.stand_ins import Replaced
-from mrl.weight_sync import resharder
+from mrl.weight_sync import exchange, resharder
+from mrl.weight_sync.exchange import WeightExchange
 from mrl.weight_sync.ipc import NUM_SLOTS, SharedBuffer
+from mrl.weight_sync.planner import Transfer
 from mrl.weight_sync.resharder import WeightSyncSpec
 
 
@@ -32,10 +35,16 @@ def route_of(config: Config, spec: ModelSpec) -> WeightSyncSpec:
 
 
 def without_engines() -> Replaced:
-    """Replace the connection to an engine's worker, the messages to other ranks, and the digests of contents."""
+    """Replace the connection to an engine's worker, the messages to other ranks, and the digests of contents.
+
+    Copies of pieces are only checked: they make no memory, and a mixture has a hundred thousand of them.
+    """
     return [
         (resharder, "IpcSender", _Sender),
         (resharder, "Digests", _NoDigests),
+        (WeightExchange, "copy_local", _copy_local),
+        (WeightExchange, "_pack", _pack),
+        (exchange, "_finish", _finish),
         (WeightSyncSpec, "transport", lambda _, rank, device: _Transport(rank, device)),
     ]
 
@@ -64,6 +73,39 @@ class _Sender:
 
     def close(self) -> None:
         self._slots = itertools.cycle(())
+
+
+def _copy_local(self: WeightExchange, transfers: Sequence[Transfer], matrices: Sequence[Tensor]) -> None:
+    _check_sources(self, transfers)
+    _check_targets(transfers, matrices)
+
+
+def _pack(self: WeightExchange, transfers: Sequence[Transfer], buffer: Tensor) -> Tensor:
+    _check_sources(self, transfers)
+    return buffer[: sum(transfer.region.num_elements for transfer in transfers)]
+
+
+def _finish(_works: Any, transfers: Sequence[Transfer], _buffer: Tensor, matrices: Sequence[Tensor] | None) -> None:
+    if matrices is not None:
+        _check_targets(transfers, matrices)
+
+
+def _check_sources(self: WeightExchange, transfers: Sequence[Transfer]) -> None:
+    for transfer in transfers:
+        for piece in transfer.region.copies:
+            name = transfer.site.prefix + piece.name
+            _check_inside(piece.source, self._held[transfer.site.chunk, name], name)
+
+
+def _check_targets(transfers: Sequence[Transfer], matrices: Sequence[Tensor]) -> None:
+    for transfer in transfers:
+        for piece in transfer.region.copies:
+            _check_inside(piece.target, matrices[transfer.tensor], f"tensor {transfer.tensor} of the bucket")
+
+
+def _check_inside(box: Region, tensor: Tensor, name: str) -> None:
+    if any(not 0 <= start < stop <= size for (start, stop), size in zip(box, tensor.shape, strict=False)):
+        raise RehearsalError(f"the piece {box} is outside of {name} with the shape {tuple(tensor.shape)}")
 
 
 class _NoDigests:

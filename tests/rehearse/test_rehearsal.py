@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mrl.cli.main import main
 from mrl.config.resolved.load import load_any_config
 from mrl.plan.memory import role_stages
 from mrl.plan.plan_input import Planned, make_plan_input
+from mrl.rehearse.engine_weights import RehearsalError
 from mrl.rehearse.rank_kinds import rank_kinds
 from mrl.rehearse.stand_ins import Routing
+from mrl.rehearse.transfer import _check_inside
 from tests.models.tiny_models import make_tiny
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -154,3 +157,10 @@ def test_the_sizes_of_another_model_are_rehearsed(tmp_path: Path) -> None:
 def test_an_unknown_role_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", str(CONFIGS / "grpo-qwen2.5-7b-1n8g.yaml"), "--role", "critik"]) == 2
     assert "its roles are actor" in capsys.readouterr().err
+
+
+def test_a_piece_outside_of_its_tensor_is_named() -> None:
+    """Pieces of weights are not copied in a rehearsal, so their places are checked."""
+    _check_inside(((0, 4), (1, 3)), torch.empty(4, 3), "w")
+    with pytest.raises(RehearsalError, match=r"\(1, 4\)\) is outside of w with the shape \(4, 3\)"):
+        _check_inside(((0, 4), (1, 4)), torch.empty(4, 3), "w")
