@@ -316,15 +316,17 @@ def presets() -> str:
 def models() -> str:
     """List the model families: what their layers have, their roles, the models known by name, and their presets."""
 
+    configs = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if "laptop" not in file.name]
+    paths = {file: load_any_config(str(file.relative_to(ROOT))).config.model.path for file in configs}
+    trained = {file: model_spec(path).family for file, path in paths.items()}
+
     def rows() -> Iterator[Sequence[str]]:
         names = defaultdict(list)
         for name, its_family in known_models().items():
             names[its_family].append(name)
         for family in (FAMILIES[its_family] for its_family in names):  # tests add families to `FAMILIES`
             known = names[family.model_type]
-            configs = [file for file in sorted((ROOT / "configs").glob("*.yaml")) if "laptop" not in file.name]
-            paths = {file: load_any_config(str(file.relative_to(ROOT))).config.model.path for file in configs}
-            own = [file for file, path in paths.items() if model_spec(path).family == family.model_type]
+            own = [file for file, its_family in trained.items() if its_family == family.model_type]
             yield (
                 f"`{family.model_type}`",
                 _parts(model_spec(known[0])),
