@@ -91,15 +91,28 @@ def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fuse
 
 
 @cache
-def engine_bytes(spec: ModelSpec, tp: int, dtype: str) -> tuple[int, int]:
-    """Return the bytes of the fused tensors of the first worker of an engine in that dtype, and of the largest."""
+def engine_bytes(spec: ModelSpec, tp: int, dtype: str, linear_bytes: int | None = None) -> tuple[int, int]:
+    """Return the bytes of the fused tensors of the first worker of an engine in that dtype, and of the largest.
+
+    `linear_bytes` are those of an element of linear layers and experts, if the engine quantizes them.
+    """
     sizes, sums, largest = EngineSizes(tp), 0, 0
     parts = [(1, (*embedding_tensors(spec, sizes, 0), *head_tensors(spec, sizes, 0)))]
     parts += [(len(layers), (*layer_tensors(spec, sizes, 0, layers[0]),)) for layers in spec.layers_by_kind().values()]
     for count, tensors in parts:
-        num_bytes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype or dtype] for tensor in tensors]
+        num_bytes = [
+            math.prod(tensor.shape)
+            * (linear_bytes if linear_bytes and _is_linear(tensor) else ITEM_BYTES[tensor.dtype or dtype])
+            for tensor in tensors
+        ]
         sums, largest = sums + count * sum(num_bytes), max(largest, *num_bytes)
     return sums, largest
+
+
+def _is_linear(tensor: Fused) -> bool:
+    """Return whether a tensor is the matrix of a linear layer or of experts, and no gate."""
+    name = tensor.name.removesuffix(".weight")
+    return ".layers." in name and len(tensor.shape) > 1 and not name.endswith(("gate", "router", "conv1d"))
 
 
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:

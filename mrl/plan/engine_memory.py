@@ -12,6 +12,7 @@ from mrl.models.rollout_table import EngineSizes, engine_bytes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS, RESERVE
 from mrl.rollout.capacity import engine_capacity, planned_demand
+from mrl.rollout.quantization import is_online_fp8
 
 _SLOT_SHARE = 0.75  # share of the memory of two buckets, as the reshard divides it
 
@@ -67,8 +68,9 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     demand = planned_demand(config, spec, hardware.memory_bytes)
     capacity, reserve = engine_capacity(demand), ASSUMPTIONS.engine_reserve_bytes
     sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
-    _, largest = engine_bytes(spec, rollout.tp, demand.dtype)
-    held = f"the parameters of a worker at tp {rollout.tp} in {demand.dtype}"
+    quantized = is_online_fp8(options)
+    _, largest = engine_bytes(spec, 1 if quantized else rollout.tp, demand.dtype)  # quantized engines get whole tensors
+    held = f"the parameters of a worker at tp {rollout.tp} in {'FP8' if quantized else demand.dtype}"
     work = demand.work_bytes(sequences, tokens)
     cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"
     if options.get("kv_cache_memory_bytes") is None:

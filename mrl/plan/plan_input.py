@@ -19,9 +19,9 @@ from mrl.models.megatron_arguments import fused_kernels
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
+from mrl.rollout.quantization import has_known_cache, is_online_fp8
 
 AnyNode = TypeVar("AnyNode")
-_NOT_MODELED = ("quantization", "enable_expert_parallel", "kv_cache_dtype")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,14 @@ def make_plan_input(
 
 def not_modeled(config: Config) -> Iterator[str]:
     """Yield settings that change memory or time but are not modeled."""
-    yield from (f"rollout.vllm.{name}" for name in _NOT_MODELED if config.rollout.vllm.get(name))
+    options = config.rollout.vllm
+    unknown = {
+        "quantization": not is_online_fp8(options),
+        "quantization_config": True,
+        "enable_expert_parallel": True,
+        "kv_cache_dtype": not has_known_cache(options),
+    }
+    yield from (f"rollout.vllm.{name}" for name, is_unknown in unknown.items() if is_unknown and options.get(name))
     if config.judge is not None:
         yield "judge"  # it has its own devices, and its model may be of an unknown family
 

@@ -32,6 +32,7 @@ from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import head_of, scoring_phase
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.weights import buffers, stage_weights
+from mrl.rollout.quantization import is_online_fp8
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
 
 
@@ -307,6 +308,21 @@ def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
 # --- weights --------------------------------------------------------------------------------------------------------
 
 
+def _sent_elements(subject: PlanInput) -> tuple[float, float]:
+    """Return the elements that the busiest device sends or receives within its node, and over the network.
+
+    An engine that quantizes gets every tensor whole on each of its devices.
+    """
+    config, spec, here = subject.config, subject.specs["actor"], subject.config.cluster.devices_per_node
+    model, mesh = config.actor, role_mesh(config, "actor")
+    if is_online_fp8(config.rollout.vllm):
+        at = model.parallel
+        num_holders = at.pp * max(at.tp, at.ep * at.etp)  # of the parts of the model
+        return spec.num_parameters, spec.num_parameters * max(0.0, 1 - here / num_holders)
+    traffic = ReshardTraffic(spec, model.parallel, mesh, config.rollout.tp, here).busiest()
+    return traffic.link, traffic.network
+
+
 def _weights(subject: PlanInput) -> dict[str, float]:
     """Return the seconds of sending weights into the engines, and of moving the trainer's memory to the host and
     back."""
@@ -317,8 +333,8 @@ def _weights(subject: PlanInput) -> dict[str, float]:
         num_bytes = engine_bytes(spec, tp, dtype)[0] / ASSUMPTIONS.link_efficiency
         senders = min(1.0, mesh.world_size / (num_engines(config) * tp))
         return {"reshard": num_bytes / device.network_bytes_per_s / senders}
-    traffic = ReshardTraffic(spec, model.parallel, mesh, tp, config.cluster.devices_per_node).busiest()
-    inside, outside = traffic.link / device.link_bytes_per_s, traffic.network / device.network_bytes_per_s
+    inside, outside = _sent_elements(subject)
+    inside, outside = inside / device.link_bytes_per_s, outside / device.network_bytes_per_s
     parts = {"reshard": max(inside, outside) * ITEM_BYTES[dtype] / ASSUMPTIONS.link_efficiency}
     if config.sync.offload:
         held = stage_weights(spec, model, mesh, "lm", 0)

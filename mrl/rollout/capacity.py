@@ -13,6 +13,7 @@ from mrl.dtypes import ITEM_BYTES
 from mrl.models.rollout_table import engine_bytes
 from mrl.models.spec import ModelSpec
 from mrl.models.windows import window_elements
+from mrl.rollout.quantization import FP8_BYTES, cache_bytes_per_element, is_online_fp8
 from mrl.rounding import round_up
 
 MAX_SEQUENCES = 1024
@@ -53,18 +54,19 @@ class EngineDemand:
     @property
     def token_bytes(self) -> int:
         """Return the bytes that one device caches of one token."""
-        return self.spec.cached_elements(self.tp) * self.item_bytes
+        return self.spec.cached_elements(self.tp) * cache_bytes_per_element(self.vllm, self.item_bytes)
 
     @property
     def state_bytes(self) -> int:
         """Return the bytes that one device keeps of a sample of any length: in layers with a window, and as states of
         linear attention."""
         states = self.spec.gdn.state_bytes(self.tp, self.item_bytes) if self.spec.gdn else 0
-        return window_elements(self.spec, self.tp) * self.item_bytes + states
+        return window_elements(self.spec, self.tp) * cache_bytes_per_element(self.vllm, self.item_bytes) + states
 
     @property
     def weight_bytes(self) -> int:
-        return engine_bytes(self.spec, self.tp, self.dtype)[0]
+        linear_bytes = FP8_BYTES if is_online_fp8(self.vllm) else None
+        return engine_bytes(self.spec, self.tp, self.dtype, linear_bytes)[0]
 
     @property
     def utilization(self) -> float:

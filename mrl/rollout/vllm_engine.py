@@ -37,6 +37,7 @@ from mrl.models.hf_config import HfConfig
 from mrl.rollout.capacity import EngineDemand, engine_capacity
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.engine_routes import EngineRoutes, route_arguments
+from mrl.rollout.quantization import gate_arguments
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.weight_sync.vllm_adapters import adapter_arguments, adapter_directory
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
@@ -258,6 +259,7 @@ def _model_arguments(settings: EngineSettings) -> dict[str, Any]:
     if not settings.loads_files and "quantization_config" in HfConfig.read(settings.model):
         overrides["quantization_config"] = None  # the trainer sends unquantized weights
     own: dict[str, Any] = route_arguments(settings.device) if settings.returns_routes else {}
+    own |= gate_arguments(settings.vllm)
     if not settings.loads_files and (text := _without_vision(settings)):
         own |= {"hf_config_path": text}
     if spec.mla and settings.device == "cpu":

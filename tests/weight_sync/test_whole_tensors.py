@@ -17,6 +17,7 @@ def test_a_quantised_engine_follows_the_trainer_over_whole_tensors(tmp_path: Pat
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))
     vllm = ("rollout.tp=2", "rollout.vllm.quantization=fp8_per_channel", "rollout.vllm.dtype=bfloat16")
+    vllm += ("algorithm.correction={upper: 2.0}",)
     lines, printed = train(config, "quantised", "training.steps=3", "sync.probe_tolerance=0.2", *vllm)
     events = [each.event for each in read_events(tmp_path / "runs" / "quantised" / "events.jsonl")]
     said = [event.message for event in events if isinstance(event, Warned) and event.about == "rollout"]

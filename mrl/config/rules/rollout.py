@@ -27,6 +27,11 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         key = "rollout.vllm.enable_expert_parallel"
         what = f"true: vLLM's kernels for experts on a CPU ignore which experts a rank has, and crash with tp {tp}"
         yield problem(key, what, f"{key}=false, or rollout.tp=1")
+    quantization = config.rollout.vllm.get("quantization") or config.rollout.vllm.get("quantization_config")
+    if quantization and config.algorithm.correction is None:
+        what = f"null: engines with {quantization} sample from other probabilities than the trainer's"
+        fix = "algorithm.correction={upper: 2.0}, or rollout.vllm.quantization=null"
+        yield problem("algorithm.correction", what, fix)
     if config.asynchrony.ahead:
         yield from _sampled_ahead(config)
 

@@ -1,0 +1,35 @@
+"""Engines whose linear layers vLLM quantizes to FP8 when weights arrive (`rollout.vllm.quantization`).
+
+Routers and other gates stay in the dtype of the engine: in FP8, a router chooses other experts for many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
+"""Ways of vLLM that quantize unquantized weights. Scales have less than a hundredth of the bytes."""
+FP8_BYTES = 1
+_FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_GATES = r"re:.*\.(gate|router|shared_expert_gate)$"
+
+
+def is_online_fp8(vllm: Mapping[str, Any]) -> bool:
+    """Return whether these options of vLLM make FP8 of all linear layers."""
+    return vllm.get("quantization") in ONLINE_FP8 and not vllm.get("quantization_config")
+
+
+def gate_arguments(vllm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's arguments that keep gates unquantized, unless the user says which layers are quantized."""
+    return {"quantization_config": {"ignore": [_GATES]}} if is_online_fp8(vllm) else {}
+
+
+def cache_bytes_per_element(vllm: Mapping[str, Any], item_bytes: int) -> int:
+    """Return the bytes of an element of the keys and values in an engine's cache."""
+    return FP8_BYTES if vllm.get("kv_cache_dtype") in _FP8_CACHES else item_bytes
+
+
+def has_known_cache(vllm: Mapping[str, Any]) -> bool:
+    """Return whether the size of the cache is known."""
+    return vllm.get("kv_cache_dtype", "auto") in ("auto", *_FP8_CACHES)
