@@ -110,6 +110,7 @@ class RayWorkerGroup:
             ]
         )
         self._methods = self._start(worker, hellos)
+        self._followers = self._follow()
         pids = [hello.process.pid for hello in hellos]
         context.events.write(WorkersStarted(role, mesh.world_size, pids, time.monotonic() - began))
 
@@ -209,7 +210,13 @@ class RayWorkerGroup:
     def _future(
         self, spec: MethodSpec, references: dict[int, ObjectRef], collect: Callable[[list[Any]], Any]
     ) -> DataProtoFuture[Any]:
-        return DataProtoFuture(Call(self._processes, spec.name, references, self._context.deadlines.call_s), collect)
+        limit_s = self._context.deadlines.call_s
+        return DataProtoFuture(Call(self._processes, spec.name, references, limit_s, self._followers), collect)
+
+    def _follow(self) -> dict[int, ObjectRef]:
+        """Start the method of followers on all ranks except 0, if the worker has one."""
+        names = [name for name, spec in self._methods.items() if spec.dispatch is Dispatch.FOLLOWERS]
+        return {rank: actor.call.remote(names[0]) for rank, actor in enumerate(self._actors) if rank and names}
 
     def _make_actor(self, device: Device) -> Any:
         claims = {"num_cpus": self._slots.fraction}
