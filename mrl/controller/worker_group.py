@@ -245,7 +245,7 @@ class RayWorkerGroup:
                 "MASTER_PORT": str(hellos[0].port),
             } | self._node(rank).network.environment()
             if self._slots.visible_gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = self._slots.visible_gpus
+                environment["CUDA_VISIBLE_DEVICES"] = self._slots.visible_gpus[rank]
             order = WorkerSpec(
                 worker.worker_class,
                 worker.args,
