@@ -139,6 +139,8 @@ class Call:
             if views[rank].is_gone and (fault is None or fault.kind == "raised"):
                 # If a node is lost, a process can see its neighbor's end before it ends itself.
                 fault = RankFailure(rank, "died", "its process has ended")
+            elif fault is not None and rank in self._followers:
+                fault = replace(fault, kind="died")  # a part of the group's work is lost
             faults.append(fault or self._unheard(rank, views[rank].is_stopped))
         return faults
 

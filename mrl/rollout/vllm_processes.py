@@ -37,7 +37,7 @@ class VllmFollower(EngineFollower):
         processes = [worker.proc for worker in self._executor.workers]
         ended = wait([process.sentinel for process in processes])
         process = next(process for process in processes if process.sentinel in ended)
-        raise RolloutError(f"{process.name} of the engine, pid {process.pid}, ended with exit code {process.exitcode}")
+        raise RolloutError(f"{process.name} of the engine, pid {process.pid}, has ended")
 
 
 def prepare_process(settings: EngineSettings) -> None:

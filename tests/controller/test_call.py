@@ -56,9 +56,9 @@ def test_who_raised_and_is_gone_has_died_of_what_its_neighbor_may_have_met(monke
 @pytest.mark.parametrize(
     ("ended", "gone", "error", "culprit", "kills"),
     [
-        ({1: "its worker ended"}, set(), WorkerRaised, 1, True),
+        ({1: "its worker ended"}, set(), WorkerDied, 1, True),
         ({0: "row 7 is bad"}, set(), WorkerRaised, 0, False),
-        ({0: "connection reset", 1: "its worker ended"}, {1}, WorkerDied, 1, True),
+        ({0: "connection reset", 1: "its worker ended"}, set(), WorkerDied, 1, True),
         ({0: "connection reset"}, {1}, WorkerDied, 1, True),
     ],
     ids=[
