@@ -34,8 +34,8 @@ def _config(path: Path, model: Path, max_response_tokens: int = 8, **run: Any) -
     return write_run(path, model, rollout={"tp": 2, "vllm": vllm} | limits, **run)
 
 
-def _over(address: str) -> str:
-    return f"cluster={{nodes: 2, devices_per_node: 1, ray_address: '{address}'}}"
+def _over(address: str, num_nodes: int = 2) -> str:
+    return f"cluster={{nodes: {num_nodes}, devices_per_node: 1, ray_address: '{address}'}}"
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,9 @@ def test_a_run_with_an_engine_over_two_hosts_is_the_run_of_one(
     run: Run, num_nodes: int, model: Path, tmp_path: Path
 ) -> None:
     config, directory = _config(tmp_path / "two.yaml", model, **run), tmp_path / "runs" / "two"
-    cluster = f"cluster={{nodes: {num_nodes}, devices_per_node: 1, ray_address: '{{}}'}}"
     names = ["eth0", "ens7", "eth1", "ens8"][:num_nodes]
     with hosts(names) as some, ray_on(some, tmp_path, "--num-cpus=1") as address:
-        some[0].mrl("train", str(config), cluster.format(address), "--quiet", cwd=tmp_path)
+        some[0].mrl("train", str(config), _over(address, num_nodes), "--quiet", cwd=tmp_path)
     started = [record.event for record in read_events(directory / "events.jsonl")]
     sizes = {event.role: event.world_size for event in started if isinstance(event, WorkersStarted)}
     assert sizes["rollout-0"] == 2, "one process on each host"
