@@ -138,6 +138,8 @@ class RayWorkerGroup:
             raise WorkerError(
                 f"{self.role}'s workers have ended: {self._processes.ended}", fix="create a new group", role=self.role
             )
+        if self._followers and spec.dispatch is not Dispatch.RANK_ZERO:
+            raise WorkerError(f"{self.role} answers no call of `{spec.name}`: ranks after 0 follow it", role=self.role)
         if spec.dispatch is Dispatch.DATA_PARALLEL:
             return self._submit_shards(spec, args, kwargs)
         if spec.stores:

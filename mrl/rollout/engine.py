@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -87,7 +87,7 @@ class RolloutEngine(ABC):
     Weights change between samples, or between tokens of samples under way; the first token of each version is recorded.
     """
 
-    follower: ClassVar[Callable[[EngineSettings], EngineFollower] | None] = None
+    follower: ClassVar[staticmethod[[EngineSettings], EngineFollower] | None] = None
     """Starts the part of an engine on a further node; None if such engines cannot span nodes."""
 
     def __init__(self, settings: EngineSettings) -> None:

@@ -111,6 +111,8 @@ def test_a_rank_that_follows_ends_its_group_when_it_dies(run_context: RunContext
     worker = RayClassWithInitArgs("tests.rank_workers:FollowedWorker")
     group = RayWorkerGroup("critic", worker, Mesh(2, tp=2), run_context, two)
     assert group.who() == 0
+    with pytest.raises(WorkerError, match="answers no call of `where`"):
+        group.where()
     started = last(run_context.events.path, WorkersStarted)
     assert isinstance(started, WorkersStarted)
     answer = group.who.future(for_s=15)
