@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import plan as published
-from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, engine_link_s, plan_time
+from mrl.plan.engine_memory import engine_memory
+from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, decode_step, engine_link_s, plan_time
 from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 
 LENGTHS = Lengths(prompt=512, response=2048)
@@ -80,7 +84,10 @@ def test_an_engine_over_two_machines_adds_up_through_all_their_network_cards() -
     prefill = [phase(plan, "rollout").parts["prefill"] for plan in (slow, fast)]
     prompts = 512 * 256 / 8  # each of an engine's prompts is read once for its samples
     assert prefill[0] - prefill[1] == pytest.approx(prompts * engine_link_s(of_two))
-    assert phase(slow, "rollout").parts["decoding"] > phase(fast, "rollout").parts["decoding"] * 1.05
+    engine = engine_memory(of_two.config, of_two.specs["actor"], of_two.hardware)
+    at_once = replace(of_two.hardware, network_bytes_per_s=math.inf, link_bytes_per_s=math.inf)
+    steps = [decode_step(subject, engine)(100, 2048) for subject in (of_two, replace(of_two, hardware=at_once))]
+    assert steps[0] - steps[1] == pytest.approx(100 * engine_link_s(of_two))
 
 
 def test_a_reward_model_goes_forward_once() -> None:
