@@ -38,8 +38,10 @@ def _engine_nodes(config: Config, tp: int, devices: int, here: int, pool: str) -
     elif tp % here:
         what = f"{tp} is more than the {here} devices of a node: an engine over several nodes takes all devices of each"
         yield problem("rollout.tp", what, nearest("rollout.tp", near_multiples(tp, here)))
-    elif devices % here:
-        what = f"{devices} devices with {here} per node: an engine with {tp} devices needs {tp // here} whole nodes"
+    if config.rollout.replicas is not None and devices > here and (rest := devices % here) % min(tp, here):
+        what = (
+            f"{devices} devices with {here} per node leave {rest} on a node: an engine with {tp} might get parts of two"
+        )
         yield problem(f"placement.pools.{pool}", what, nearest(f"placement.pools.{pool}", near_multiples(devices, tp)))
 
 
