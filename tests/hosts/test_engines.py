@@ -62,30 +62,37 @@ def test_a_run_with_an_engine_over_two_hosts_is_the_run_of_one(
 
 @pytest.mark.slow
 @pytest.mark.on_demand
-def test_an_engine_that_loses_a_process_on_its_second_host_is_replaced(model: Path, tmp_path: Path) -> None:
-    """vLLM's worker there, and then mrl's follower, which started the worker."""
-    config = _config(tmp_path / "hurt.yaml", model, 48, **TOGETHER, training={"steps": 4})
+def test_an_engine_over_two_hosts_that_loses_a_process_is_replaced(model: Path, tmp_path: Path) -> None:
+    """vLLM's worker on the second host, then mrl's follower that started it, then the engine on the first host."""
+    config = _config(tmp_path / "hurt.yaml", model, 48, **TOGETHER, training={"steps": 5})
     run = tmp_path / "runs" / "hurt"
+    victims = (1, "$(cat /proc/{}/task/*/children)"), (1, "{}"), (0, "{}")
     with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=1") as address, ThreadPoolExecutor(1) as t:
         trains = t.submit(both[0].mrl, "train", str(config), _over(address), *RESTARTS, cwd=tmp_path)
-        for number, victim in enumerate(("$(cat /proc/{0}/task/*/children)", "{0}"), 1):
+        for number, (rank, victim) in enumerate(victims, 1):
             _wait(run, trains, lambda n=number: has_begun(run, "rollout", step=n + 1))  # type: ignore[misc]
-            both[1].run("sh", "-c", f"kill -9 {victim.format(_follower(run))}")
-            _wait(run, trains, lambda n=number: len(times(run, ReplicaServes)) > n)  # type: ignore[misc]
+            both[rank].run("sh", "-c", f"kill -9 {victim.format(_engine(run).pids[rank])}")
+            _wait(run, trains, lambda n=number: _is_replaced(run, n))  # type: ignore[misc]
+            assert [len(host.processes("VLLM::Worker")) for host in both] == [1, 1], "those of the lost engine ended"
         trains.result()
     assert not times(run, RunRestarted)
-    reasons = [
-        record.event.reason for record in read_events(run / "events.jsonl") if isinstance(record.event, ReplicaLost)
-    ]
-    assert ["rollout-0 rank 1 (tp1) on node node2" in reason for reason in reasons] == [True, True], reasons
+    events = [record.event for record in read_events(run / "events.jsonl")]
+    reasons = [event.reason for event in events if isinstance(event, ReplicaLost)]
+    for rank, reason in zip((1, 1, 0), reasons, strict=True):
+        assert f"rollout-0 rank {rank} (tp{rank}) on node node{rank + 1}" in reason
     assert "VllmWorker-1 of the engine" in reasons[0]
     assert figures(untimed(run)) == [pytest.approx(step, rel=1e-4) for step in figures(metrics_alone(config))]
 
 
-def _follower(run: Path) -> int:
-    """Return the process of the engine on the second host."""
+def _is_replaced(run: Path, num_lost: int) -> bool:
+    lost = times(run, ReplicaLost)
+    return len(lost) == num_lost and times(run, ReplicaServes)[-1] > lost[-1]
+
+
+def _engine(run: Path) -> WorkersStarted:
+    """Return the last start of the engine, with its processes on both hosts."""
     started = [record.event for record in read_events(run / "events.jsonl")]
-    return [event for event in started if isinstance(event, WorkersStarted) and event.role == "rollout-0"][-1].pids[1]
+    return [event for event in started if isinstance(event, WorkersStarted) and event.role == "rollout-0"][-1]
 
 
 def _wait(run: Path, trains: Future[str], condition: Callable[[], bool]) -> None:
