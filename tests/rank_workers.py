@@ -20,6 +20,19 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 
 
+class FollowedWorker(Worker):
+    """Rank 0 is called, and the other ranks work for it."""
+
+    @register(Dispatch.FOLLOWERS)
+    def follow(self) -> None:
+        time.sleep(600)
+
+    @register(Dispatch.RANK_ZERO)
+    def who(self, for_s: float = 0.0) -> int:
+        time.sleep(for_s)
+        return self.rank
+
+
 class RankWorker(Worker):
     """Reports its place, computes on columns, and misbehaves on request."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.agent import ENVIRONMENTS
 from mrl.config.arithmetic import (
+    engine_nodes,
     has_own_rollout_pool,
     has_reference,
     longest_sample_tokens,
@@ -151,7 +152,8 @@ def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[st
 def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
     devices, tp = rollout_devices(config), config.rollout.tp
     whose = "their own" if has_own_rollout_pool(config) else "the actor's"
-    yield f"rollout: {num_engines(config)} engines with tp {tp} on {whose} {devices} devices"
+    nodes = f", each on {engine_nodes(config)} nodes" if engine_nodes(config) > 1 else ""
+    yield f"rollout: {num_engines(config)} engines with tp {tp} on {whose} {devices} devices{nodes}"
     ranks = [{"engine": rank // tp, "tp": rank % tp} for rank in range(devices)]
     yield from _table(ranks, config.cluster.devices_per_node, all_ranks=all_ranks)
 

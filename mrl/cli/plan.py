@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from mrl.cli import rehearse
 from mrl.cli.arguments import add_config, aligned, load_one
-from mrl.config.arithmetic import has_own_rollout_pool, num_engines, samples_per_step
+from mrl.config.arithmetic import engine_nodes, has_own_rollout_pool, num_engines, samples_per_step
 from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.resolved.load import Resolved
 from mrl.config.schema import Config
@@ -21,7 +21,7 @@ from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_mac
 from mrl.plan.memory import MemoryPlan, gib, plan_memory, reference_host_bytes, update_phase
 from mrl.plan.plan_input import PlanInput, make_plan_input, not_modeled
 from mrl.plan.search import Changes, advise, found_lines, search
-from mrl.plan.timing import Lengths, assumed_lengths, plan_time
+from mrl.plan.timing import Lengths, assumed_lengths, node_link_bytes_per_s, plan_time
 from mrl.preflight.findings import SFT_ADVICE
 from mrl.preflight.node_facts import usable_memory_bytes
 
@@ -149,6 +149,9 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
     yield f"  {counted(engine.full_samples, 'sample')} of full length at a time, out of {share:,} per step."
     limits = f"{counted(engine.max_sequences, 'sample')} and {engine.max_tokens:,} tokens"
     yield f"  An engine runs up to {limits} at a time."
+    if (nodes := engine_nodes(config)) > 1:
+        rate = node_link_bytes_per_s(subject) / 1e9
+        yield f"  Each spans {nodes} nodes: its ranks are assumed to add up at {rate:.0f} GB/s over all network cards."
     yield from _turns(config)
     yield f"Host: {gib(plan.host_bytes_per_node)} on each machine: memory moved off devices, and a checkpoint copy."
 

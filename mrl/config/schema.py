@@ -227,7 +227,7 @@ class RolloutConfig:
     """How samples are generated: by vLLM engines on the actor's devices, or on those of the role `rollout`."""
 
     tp: Count = 1
-    """Tensor parallel size of one engine."""
+    """Tensor parallel size of one engine: devices of one node, or all devices of several nodes."""
     replicas: Count | None = None
     """Number of engines. Null starts as many as fit on their devices."""
     engine: Annotated[str, component("rollout engine", ENGINES)] = "vllm"

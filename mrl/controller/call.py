@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,11 +40,18 @@ class Call:
     """One method call on some ranks of a worker group."""
 
     def __init__(
-        self, processes: RankProcesses, phase: str, references: dict[int, ObjectRef], deadline_s: float
+        self,
+        processes: RankProcesses,
+        phase: str,
+        references: dict[int, ObjectRef],
+        deadline_s: float,
+        followers: Mapping[int, ObjectRef] | None = None,
     ) -> None:
+        """`followers` are calls of other ranks. They never end, unless such a rank fails, which ends this call."""
         self._processes = processes
         self._phase = phase
         self._references = references
+        self._followers = followers or {}
         self._deadline_s = deadline_s
         self._began = time.monotonic()
 
@@ -53,6 +60,8 @@ class Call:
         references = list(self._references.values())
         looks_stopped: dict[int, int] = {}
         while True:
+            if self._followers and ray.wait(list(self._followers.values()), timeout=0)[0]:
+                raise self._explain([])
             left_s = self._deadline_s - (time.monotonic() - self._began)
             try:
                 answers: list[Any] = ray.get(
@@ -73,15 +82,15 @@ class Call:
         return [rank for rank, looks in looks_stopped.items() if looks >= _STOPPED_LOOKS]
 
     def _unanswered(self) -> list[int]:
-        references = list(self._references.values())
-        _, waiting = ray.wait(references, num_returns=len(references), timeout=0)
+        everyone = {**self._references, **self._followers}
+        _, waiting = ray.wait(list(everyone.values()), num_returns=len(everyone), timeout=0)
         pending = set(waiting)
-        return [rank for rank, reference in self._references.items() if reference in pending]
+        return [rank for rank, reference in everyone.items() if reference in pending]
 
     def _explain(self, stopped: Sequence[int]) -> WorkerError:
         """Find the failed ranks, end the other ranks, write events, and return the error."""
         seconds = time.monotonic() - self._began
-        references = list(self._references.values())
+        references = [*self._references.values(), *self._followers.values()]
         if seconds < self._deadline_s and not stopped:
             ray.wait(references, num_returns=len(references), timeout=self._processes.deadlines.release_s)
         faults = self._faults()
@@ -101,7 +110,7 @@ class Call:
                     seconds,
                 )
             )
-        all_raised = len(faults) == len(references) and all(fault.kind == "raised" for fault in faults)
+        all_raised = {(fault.rank, fault.kind) for fault in faults} == {(rank, "raised") for rank in self._references}
         if not all_raised:
             reason = f"rank {culprits[0].rank} {culprits[0].kind} in {self._phase}"
             released = self._processes.kill_all(reason)
@@ -116,17 +125,22 @@ class Call:
         return error
 
     def _faults(self) -> list[RankFailure]:
-        """Return the fault of each rank without an answer."""
-        views = self._processes.poll_states(list(self._references))
+        """Return the fault of each rank without an answer, and of followers that have ended or are stopped."""
+        everyone = {**self._references, **self._followers}
+        views = self._processes.poll_states(list(everyone))
         unanswered = set(self._unanswered())
         faults = []
-        for rank, reference in self._references.items():
+        for rank, reference in everyone.items():
             fault = None if rank in unanswered else _fault_of(rank, reference)
             if rank not in unanswered and fault is None:
+                continue
+            if rank in unanswered and rank in self._followers and not (views[rank].is_gone or views[rank].is_stopped):
                 continue
             if views[rank].is_gone and (fault is None or fault.kind == "raised"):
                 # If a node is lost, a process can see its neighbor's end before it ends itself.
                 fault = RankFailure(rank, "died", "its process has ended")
+            elif fault is not None and rank in self._followers:
+                fault = replace(fault, kind="died")  # a part of the group's work is lost
             faults.append(fault or self._unheard(rank, views[rank].is_stopped))
         return faults
 

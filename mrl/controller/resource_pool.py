@@ -42,8 +42,8 @@ class DeviceSlots:
     fraction: float
     description: str
     """Description of the pool for messages."""
-    visible_gpus: str = ""
-    """GPUs that a process sees, if they differ from the one it requests."""
+    visible_gpus: Sequence[str] = ()
+    """GPUs that each process sees, if they differ from the one it requests."""
 
 
 class RayResourcePool:

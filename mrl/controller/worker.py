@@ -29,6 +29,9 @@ class Dispatch(Enum):
     """Every rank gets the same arguments. Returns a list of every rank's answer."""
     RANK_ZERO = "rank_zero"
     """Only rank 0 is called. Returns its answer."""
+    FOLLOWERS = "followers"
+    """Every rank except 0 is called once, when the group has started, and works until the group ends. It ends only by
+    an error, which calls of rank 0 report."""
     DATA_PARALLEL = "data_parallel"
     """The first argument is a batch, split over the data-parallel axis.
 
@@ -109,6 +112,16 @@ class Rendezvous:
     port: int
     world_size: int
     listener: socket.socket | None
+
+    def hand_over(self) -> None:
+        """Stop listening, so that a child process can listen at the port. The port stays reserved."""
+        assert self.listener is not None, "only rank 0 has the port"
+        family = self.listener.family
+        self.listener.close()
+        # Linux lets two sockets with this option share a port unless one of them listens.
+        self.listener = socket.socket(family, socket.SOCK_STREAM)
+        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.listener.bind((self.address, self.port))
 
     def store(self, timeout_s: float) -> TCPStore:
         """Return the key-value store for torch.distributed. Rank 0 serves it on its own socket."""

@@ -110,6 +110,7 @@ class RayWorkerGroup:
             ]
         )
         self._methods = self._start(worker, hellos)
+        self._followers = self._follow()
         pids = [hello.process.pid for hello in hellos]
         context.events.write(WorkersStarted(role, mesh.world_size, pids, time.monotonic() - began))
 
@@ -137,6 +138,8 @@ class RayWorkerGroup:
             raise WorkerError(
                 f"{self.role}'s workers have ended: {self._processes.ended}", fix="create a new group", role=self.role
             )
+        if self._followers and spec.dispatch is not Dispatch.RANK_ZERO:
+            raise WorkerError(f"{self.role} answers no call of `{spec.name}`: ranks after 0 follow it", role=self.role)
         if spec.dispatch is Dispatch.DATA_PARALLEL:
             return self._submit_shards(spec, args, kwargs)
         if spec.stores:
@@ -209,7 +212,13 @@ class RayWorkerGroup:
     def _future(
         self, spec: MethodSpec, references: dict[int, ObjectRef], collect: Callable[[list[Any]], Any]
     ) -> DataProtoFuture[Any]:
-        return DataProtoFuture(Call(self._processes, spec.name, references, self._context.deadlines.call_s), collect)
+        limit_s = self._context.deadlines.call_s
+        return DataProtoFuture(Call(self._processes, spec.name, references, limit_s, self._followers), collect)
+
+    def _follow(self) -> dict[int, ObjectRef]:
+        """Start the method of followers on all ranks except 0, if the worker has one."""
+        names = [name for name, spec in self._methods.items() if spec.dispatch is Dispatch.FOLLOWERS]
+        return {rank: actor.call.remote(names[0]) for rank, actor in enumerate(self._actors) if rank and names}
 
     def _make_actor(self, device: Device) -> Any:
         claims = {"num_cpus": self._slots.fraction}
@@ -238,7 +247,7 @@ class RayWorkerGroup:
                 "MASTER_PORT": str(hellos[0].port),
             } | self._node(rank).network.environment()
             if self._slots.visible_gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = self._slots.visible_gpus
+                environment["CUDA_VISIBLE_DEVICES"] = self._slots.visible_gpus[rank]
             order = WorkerSpec(
                 worker.worker_class,
                 worker.args,

@@ -23,7 +23,7 @@ from mrl.plan.engine_memory import engine_memory
 from mrl.plan.memory import plan_memory, rollout_pool
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.search import Changes
-from mrl.plan.timing import Lengths, decode_step, plan_time, rows_by_cache
+from mrl.plan.timing import Lengths, decode_step, engine_link_s, plan_time, rows_by_cache
 from mrl.rollout.gate import Gate
 
 _QUANTILES = 500
@@ -281,8 +281,8 @@ def workload(subject: PlanInput, lengths: Lengths) -> Workload:
         num_engines=num_engines(config),
         rows=max(1, int(min(rows_by_cache(engine, lengths), engine.max_sequences))),
         decode_s=decode_step(subject, engine),
-        prompt_s=spec.sequence_flops(prompt) / flops_per_s / sharing,
-        token_s=spec.sequence_flops(whole) / whole / flops_per_s,
+        prompt_s=(spec.sequence_flops(prompt) / flops_per_s + prompt * engine_link_s(subject)) / sharing,
+        token_s=spec.sequence_flops(whole) / whole / flops_per_s + engine_link_s(subject),
         train_s=sum(phases.values()) - phases["rollout"] - phases["weights"],
         push_s=phases["weights"],
         drain_every=config.sync.probe_every,

@@ -13,7 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mrl.config.arithmetic import has_own_rollout_pool, keeps_reference, num_engines, role_batch, role_devices
+from mrl.config.arithmetic import (
+    engine_nodes,
+    has_own_rollout_pool,
+    keeps_reference,
+    num_engines,
+    role_batch,
+    role_devices,
+)
 from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
@@ -149,7 +156,7 @@ def _engines(subject: PlanInput) -> Processes:
     # vLLM prefers this variable
     tp, space = config.rollout.tp, int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * GIB
     cache = (space or parts["cache"]) * (config.rollout.engine == "vllm")
-    held = tp * (parts["weights"] + cache) + (tp + (tp > 1)) * ASSUMPTIONS.cpu_engine_bytes
+    held = tp * (parts["weights"] + cache) + (tp + engine_nodes(config) * (tp > 1)) * ASSUMPTIONS.cpu_engine_bytes
     packed = spec.vocab * spec.hidden * ITEM_BYTES[config.actor.dtype] * spec.tied  # a second copy of the head
     spare = tp * (parts["work space"] + _bucket_bytes(subject)) + packed
     return Processes("engines", num_engines(config), held, 0, spare)

@@ -138,6 +138,7 @@ def _more_nodes(subject: PlanInput, factor: int) -> Changes:
 # --- the fastest that fit ---------------------------------------------------------------------------------------------
 
 _SIZES, _CHUNKS, _MAX_STAGES = (1, 2, 4, 8), (1, 2), 32
+_ENGINE_NODES = 2, 4
 _UTILIZATIONS, _OWN_UTILIZATIONS = (0.5, 0.6, 0.7, 0.8, 0.85), (0.9,)
 _MAX_TRIED = 5_000
 
@@ -319,7 +320,8 @@ def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
     roles = placed.config.placement.roles
     devices = placed.config.placement.pools[roles.get("rollout", roles["actor"])]
     shares = _OWN_UTILIZATIONS if "rollout" in roles else _UTILIZATIONS
-    for tp in _SIZES:
+    here = placed.config.cluster.devices_per_node
+    for tp in (*_SIZES, *(num_nodes * here for num_nodes in _ENGINE_NODES)):
         try:
             EngineSizes(tp).check(placed.specs["actor"])
         except ModelError:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from mrl.config.arithmetic import (
+    engine_nodes,
     has_own_rollout_pool,
     has_reference,
     needs_old_log_probs,
@@ -184,15 +185,33 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     # The last remaining samples run a few at a time, until the longest has ended.
     tail_tokens = max(0.0, config.rollout.max_response_tokens - lengths.response)
     tail_s = step_s(max(1.0, ASSUMPTIONS.tail_share * batch), context)
-    flops = spec.sequence_flops(math.ceil(lengths.prompt)) * samples
+    prompts, flops = samples, spec.sequence_flops(math.ceil(lengths.prompt))
     if config.rollout.vllm.get("enable_prefix_caching", True):
-        flops /= config.batch.samples_per_prompt
+        prompts /= config.batch.samples_per_prompt
+    prompt_s = flops / (tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency)
     parts = {
-        "prefill": flops / (tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency),
+        "prefill": prompts * (prompt_s + lengths.prompt * engine_link_s(subject)),
         "decoding": samples * lengths.response / batch * step_s(batch, context),
         "the longest": tail_tokens * tail_s,
     }
     return TimedPhase("rollout", parts)
+
+
+def node_link_bytes_per_s(subject: PlanInput) -> float:
+    """Return the bandwidth of sums over the tensor ranks of an engine over several nodes. All network cards of a node
+    carry them, as fast as one device can send inside of the node."""
+    device, here = subject.hardware, subject.config.cluster.devices_per_node
+    return min(device.link_bytes_per_s, here * device.network_bytes_per_s) * ASSUMPTIONS.link_efficiency
+
+
+def engine_link_s(subject: PlanInput) -> float:
+    """Return the seconds per token in which an engine over several nodes adds up hidden states, twice per layer. Within
+    a node this is a part of the launches."""
+    config, spec, tp = subject.config, subject.specs["actor"], subject.config.rollout.tp
+    if engine_nodes(config) == 1:
+        return 0.0
+    hidden = ITEM_BYTES[config.rollout.vllm.get("dtype", config.actor.dtype)] * spec.hidden
+    return spec.num_layers * 2 * 2 * hidden * (tp - 1) / tp / node_link_bytes_per_s(subject)
 
 
 def rows_by_cache(engine: EngineMemory, lengths: Lengths) -> float:
@@ -216,12 +235,13 @@ def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, fl
     token_flops, pair_flops = spec.flops_per_token, spec.decode_flops_per_token_pair
     waits = 1 if tp == 1 else 2 if tp <= subject.config.cluster.devices_per_node else 4
     launches_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + ASSUMPTIONS.decode_step_s
+    link_s = engine_link_s(subject)
 
     def seconds(batch: float, context: float) -> float:
         cached = context * engine.token_bytes + engine.state_bytes
         read_s = (weights - math.pow(untouched, batch) * experts + batch * cached) / bytes_per_s
         compute_s = batch * (token_flops + pair_flops * mean_visible(spec, context)) / flops_per_s
-        return max(max(read_s, compute_s) + launches_s, batch * ASSUMPTIONS.decode_sample_s)
+        return max(max(read_s, compute_s) + launches_s + batch * link_s, batch * ASSUMPTIONS.decode_sample_s)
 
     return seconds
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mrl.config.hardware import DEFAULT_UTILIZATION
 from mrl.config.schema import ENGINES
@@ -65,6 +65,20 @@ class EngineSettings:
     """Run whose directory gets the schedule of the engine's calls."""
     replays: Path | None = None
     """Run whose schedule is replayed."""
+    nodes: tuple[str, ...] = ()
+    """Addresses of the engine's nodes; empty if it is on one node."""
+    node: int = 0
+    """Number of this process's node among them."""
+    port: int = 0
+    """Port on the first of them where the engine's workers meet."""
+
+
+class EngineFollower(ABC):
+    """The part of an engine on one of its nodes after the first. The engine on the first node directs it."""
+
+    @abstractmethod
+    def watch(self) -> None:
+        """Wait until one of its processes ends, and raise an error that names it."""
 
 
 class RolloutEngine(ABC):
@@ -72,6 +86,9 @@ class RolloutEngine(ABC):
 
     Weights change between samples, or between tokens of samples under way; the first token of each version is recorded.
     """
+
+    follower: ClassVar[staticmethod[[EngineSettings], EngineFollower] | None] = None
+    """Starts the part of an engine on a further node; None if such engines cannot span nodes."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings

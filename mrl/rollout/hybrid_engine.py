@@ -23,6 +23,7 @@ from pathlib import Path
 
 from mrl.config.arithmetic import (
     cache_in_flight,
+    devices_per_engine_node,
     has_own_rollout_pool,
     longest_sample_tokens,
     num_engines,
@@ -246,13 +247,18 @@ class HybridEngine:
                     raise device_full(part, gpu, room, memory_by_role, rollout.vllm)
 
     def _start_replica(self, index: int) -> RayWorkerGroup:
-        tp, slots = (
-            self._config.rollout.tp,
-            self._context.resources.device_slots("rollout" if self._receivers else "actor"),
-        )
-        gpus = ",".join(self._gpus[index * tp : (index + 1) * tp])
-        slot = DeviceSlots(slots.devices[index * tp : index * tp + 1], slots.fraction, slots.description, gpus)
+        """Start a group with one process on each node of an engine: the engine, and followers on further nodes."""
+        resources, tp = self._context.resources, self._config.rollout.tp
+        slots = resources.device_slots("rollout" if self._receivers else "actor")
+        step = devices_per_engine_node(self._config)
+        firsts = range(index * tp, (index + 1) * tp, step)
+        gpus = [",".join(self._gpus[first : first + step]) for first in firsts] if self._gpus else []
+        devices = [slots.devices[first] for first in firsts]
+        slot = DeviceSlots(devices, slots.fraction, slots.description, gpus)
         settings, limit_s = self._settings(index), self._context.deadlines.call_s
+        if len(devices) > 1:
+            addresses = [resources.node(device.node_id).network.address for device in devices]
+            settings = replace(settings, nodes=tuple(addresses))
         worker = RayClassWithInitArgs(
             "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
         )
@@ -260,7 +266,7 @@ class HybridEngine:
         # Starting takes longer for larger models: memory for weights, compilation, graph capture.
         start_s = deadlines.engine_start_s or deadlines.start_s + num_parameters / 5e8
         context = replace(self._context, deadlines=replace(deadlines, start_s=start_s))
-        return RayWorkerGroup(settings.replica, worker, Mesh(1), context, slot)
+        return RayWorkerGroup(settings.replica, worker, Mesh(len(devices), tp=len(devices)), context, slot)
 
     def _settings(self, index: int) -> EngineSettings:
         rollout, path, replay = self._config.rollout, self._config.model.path, self._config.asynchrony.replay

@@ -118,12 +118,26 @@ class RolloutReplica(Worker):
 
     def __init__(self, place: RankInfo, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
         super().__init__(place)
-        settings = replace(settings, model=node_copy(str(settings.model)))
+        port = place.rendezvous.port
+        settings = replace(settings, model=node_copy(str(settings.model)), node=place.rank, port=port)
+        if place.rank:
+            if (follower := engine_class(engine).follower) is None:
+                fix = "set rollout.engine=vllm, or a rollout.tp of at most one node"
+                raise RolloutError(f"engines of {engine} cannot span {len(settings.nodes)} nodes", fix=fix)
+            self._follower = follower(settings)
+            return
+        if settings.nodes:
+            place.rendezvous.hand_over()
         runs = (settings.records, settings.replays)
         schedule = Schedule(*(run and schedule_path(run, settings.replica) for run in runs))
         self._thread = EngineThread(partial(engine_class(engine), settings), step_deadline_s, schedule)
         self._earlier: dict[str, Routes] = {}
         """Routes of the earlier turns of samples under way."""
+
+    @register(Dispatch.FOLLOWERS)
+    def follow(self) -> None:
+        """Watch the engine's processes on this node. Raise an error when one of them ends."""
+        self._follower.watch()
 
     @register(Dispatch.RANK_ZERO)
     def full_tensor_reason(self) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from importlib.metadata import entry_points
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 # vLLM reads these variables when it needs them. The engine steps in this process. Workers are spawned, because forked
@@ -18,7 +16,6 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import numpy as np
-import torch
 from safetensors import safe_open
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
@@ -31,7 +28,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from mrl.config.libraries.vllm_fields import OWNED
-from mrl.errors import RolloutError, SetupError
+from mrl.errors import RolloutError
+from mrl.files import write_text
 from mrl.models.families import FAMILIES, read_spec
 from mrl.models.hf_config import HfConfig
 from mrl.rollout.capacity import EngineDemand, engine_capacity
@@ -39,6 +37,7 @@ from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, RolloutE
 from mrl.rollout.engine_routes import EngineRoutes, route_arguments
 from mrl.rollout.quantization import gate_arguments
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rollout.vllm_processes import VllmFollower, node_arguments, prepare_process, store_without_a_file
 from mrl.weight_sync.vllm_adapters import adapter_arguments, adapter_directory
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
 
@@ -48,16 +47,12 @@ _DISCARD_EVERYTHING = 2
 class VllmEngine(RolloutEngine):
     """A vLLM engine in this process. With tensor parallelism its workers are separate processes."""
 
+    follower = staticmethod(lambda settings: VllmFollower(settings, engine_arguments(settings)))
+
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
-        if TRANSFER_BACKEND not in entry_points(group="vllm.general_plugins").names:
-            raise SetupError(
-                "vLLM cannot receive mrl's weights: mrl is on the path, but it is not installed (vLLM plugin)",
-                fix="pip install -e .",
-            )
-        if settings.device == "cpu" and settings.vllm.get("enforce_eager"):
-            _compile_nothing()
-        with _store_without_a_file() if settings.tp == 1 else nullcontext():
+        prepare_process(settings)
+        with store_without_a_file() if settings.tp == 1 else nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings)))
         init_info = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
@@ -201,27 +196,6 @@ def _sample(output: RequestOutput, version: int) -> Generated:
     )
 
 
-@contextmanager
-def _store_without_a_file() -> Iterator[None]:
-    """Use a temporary directory for the store file of a single-process engine, removed even if the engine is killed."""
-    before = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="mrl-") as directory:
-        tempfile.tempdir = directory
-        try:
-            yield
-        finally:
-            tempfile.tempdir = before
-
-
-def _compile_nothing() -> None:
-    """Apply `enforce_eager` also to the one function that vLLM compiles anyway: it counts the ranks of log-probs.
-
-    Compiling it at the first token takes three seconds on a CPU, and a C++ compiler that a laptop may not have.
-    """
-    torch.compiler.set_stance("force_eager")
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for the worker processes
-
-
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's arguments: those mrl requires, then the user's."""
     required = {
@@ -240,6 +214,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         # If the trainer sends weights before generation starts, weights are not read from files.
         "load_format": "auto" if settings.loads_files else "dummy",
         **adapter_arguments(settings.adapter_rank),
+        **node_arguments(settings),
     }
     if settings.device == "cpu":  # vLLM rewinds the noise after a chunk, which CPU generators cannot do
         required["enable_chunked_prefill"] = False
@@ -282,7 +257,7 @@ def _without_vision(settings: EngineSettings) -> str:
     directory.mkdir(exist_ok=True)
     architecture = FAMILIES[text.text("model_type")].architecture("lm")
     values = {**text.values, "architectures": [architecture]}
-    (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    write_text(directory / "config.json", json.dumps(values))  # another node may read it
     return str(directory)
 
 

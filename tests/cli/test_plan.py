@@ -43,6 +43,13 @@ def test_a_plan_says_what_it_assumes(plan: Plan) -> None:
     assert "4 engines with tp 8" in text
 
 
+def test_an_engine_over_two_machines_says_what_its_ranks_share(plan: Plan) -> None:
+    code, text, _ = plan("configs/grpo-llama3.1-405b-18n8g.yaml", "rollout.tp=16")
+    assert code == 0
+    assert "9 engines with tp 16" in text
+    assert "Each spans 2 nodes: its ranks are assumed to add up at 280 GB/s over all network cards." in text
+
+
 def test_every_number_has_an_origin(plan: Plan) -> None:
     text = plan(PRESET, "--verbose")[1]
     assert "train actor (all):" in text

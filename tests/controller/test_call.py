@@ -10,7 +10,7 @@ import pytest
 from mrl.controller import call
 from mrl.controller.call import Call, RankFailure
 from mrl.controller.node_agent import ProcessView
-from mrl.errors import WorkerSilent
+from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 
 
 def test_a_deadline_runs_from_the_call_whenever_its_answer_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +51,59 @@ def test_who_raised_and_is_gone_has_died_of_what_its_neighbor_may_have_met(monke
     references: Any = dict.fromkeys(range(2))
     faults = Call(processes, "update", references, deadline_s=30.0)._faults()
     assert faults == [raised[0], RankFailure(1, "died", "its process has ended")]
+
+
+@pytest.mark.parametrize(
+    ("ended", "gone", "error", "culprit", "kills"),
+    [
+        ({1: "its worker ended"}, set(), WorkerDied, 1, True),
+        ({0: "row 7 is bad"}, set(), WorkerRaised, 0, False),
+        ({0: "connection reset", 1: "its worker ended"}, set(), WorkerDied, 1, True),
+        ({0: "connection reset"}, {1}, WorkerDied, 1, True),
+    ],
+    ids=[
+        "a follower failed",
+        "the leader raised",
+        "both",
+        "the leader raised before its follower was known to be dead",
+    ],
+)
+def test_a_call_of_rank_0_fails_with_the_ranks_that_follow_it(
+    ended: dict[int, str],
+    gone: set[int],
+    error: type[WorkerError],
+    culprit: int,
+    kills: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(references: list[Any], num_returns: int = 1, timeout: float = 0) -> Any:
+        done = [reference for reference in references if reference in ended]
+        return done, [reference for reference in references if reference not in ended]
+
+    def get(references: list[Any], timeout: float) -> None:
+        assert 0 in ended, "it waits for rank 0 although the follower has ended"
+        raise call.RayError
+
+    killed: list[str] = []
+    views = {rank: ProcessView(None if rank in gone else "S") for rank in range(2)}
+    processes: Any = SimpleNamespace(
+        role="rollout-0",
+        deadlines=SimpleNamespace(heartbeat_s=5.0, release_s=0.0),
+        events=SimpleNamespace(write=lambda event: None),
+        poll_states=lambda ranks: views,
+        cause_of_death=lambda rank, detail: (detail, ()),
+        kill_all=lambda reason: killed.append(reason) or [0, 1],
+        name=lambda rank: f"rank {rank}",
+        node=lambda rank: "node",
+        stack=lambda rank: "",
+        log_tail=lambda rank, num_lines: ("log", ""),
+    )
+    monkeypatch.setattr(call, "ray", SimpleNamespace(get=get, wait=wait))
+    monkeypatch.setattr(
+        call, "_fault_of", lambda rank, reference: RankFailure(rank, "raised", ended[rank], at=float(-rank))
+    )
+    following: Any = {1: 1}
+    with pytest.raises(error) as caught:
+        Call(processes, "step", {0: 0}, deadline_s=30.0, followers=following).wait()  # type: ignore[dict-item]
+    assert caught.value.ranks == (culprit,)
+    assert bool(killed) == kills, "an engine that only raised serves on"

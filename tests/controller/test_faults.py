@@ -5,7 +5,9 @@ Each test reads `events.jsonl` and the kernel's process table.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +101,28 @@ def test_a_stopped_worker_is_found_long_before_the_deadline(run_context: RunCont
     fault, released = witness(run_context)
     assert (fault.rank, fault.phase, fault.fault) == (3, "stop_on", "stopped")
     assert released.ranks == [0, 1, 2, 3]
+    assert_ended(run_context, group, caught.value)
+
+
+def test_a_rank_that_follows_ends_its_group_when_it_dies(run_context: RunContext) -> None:
+    """Its own call never ends, and rank 0 alone is called."""
+    slots = run_context.resources.device_slots("critic")
+    two = replace(slots, devices=slots.devices[:2])
+    worker = RayClassWithInitArgs("tests.rank_workers:FollowedWorker")
+    group = RayWorkerGroup("critic", worker, Mesh(2, tp=2), run_context, two)
+    assert group.who() == 0
+    with pytest.raises(WorkerError, match="answers no call of `where`"):
+        group.where()
+    started = last(run_context.events.path, WorkersStarted)
+    assert isinstance(started, WorkersStarted)
+    answer = group.who.future(for_s=15)
+    os.kill(started.pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        answer.get()
+    assert time.monotonic() - began < 6
+    assert str(caught.value).startswith("critic rank 1 (tp1) on node ")
+    assert "died in who after" in str(caught.value)
     assert_ended(run_context, group, caught.value)
 
 

@@ -6,8 +6,9 @@ import socket
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mrl.controller import RayWorkerGroup, RunContext
+from mrl.controller import RayWorkerGroup, Rendezvous, RunContext
 from mrl.controller.network import Endpoint, failures, interfaces, listen, listen_everywhere, network
 from mrl.controller.nodes import LinkedNode, broken_links, linked_nodes, offered_nodes
 from mrl.errors import PlacementError
@@ -63,3 +64,17 @@ def test_a_node_alone_has_no_links_and_one_under_a_foreign_address_is_named(run_
         foreign: list[Any] = [node, LinkedNode("n9", "203.0.113.7", node.agent)]
         with pytest.raises(PlacementError, match=r"Ray knows node n9 as 203\.0\.113\.7, but none of its interfaces"):
             broken_links(foreign, 60)
+
+
+def test_a_port_that_is_handed_over_waits_for_the_store_of_a_child_process() -> None:
+    listener = listen("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1", listener.getsockname()[1], 1, listener)
+    where = ("127.0.0.1", rendezvous.port)
+    with pytest.raises(RuntimeError, match="EADDRINUSE"):
+        TCPStore(*where, is_master=True)
+    rendezvous.hand_over()
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(where)
+    store = TCPStore(*where, is_master=True)
+    store.set("key", "value")
+    assert TCPStore(*where, is_master=False).get("key") == b"value"

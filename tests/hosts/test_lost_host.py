@@ -65,11 +65,11 @@ def test_a_run_that_loses_a_host_waits_for_another(phase: str, loss: str, model:
         _await_second_step(run, phase, trains)
         LOSSES[loss](both[1])
         lost = time.time()
-        _await(lambda: bool(_times(run, RunRestarted)) or trains.done(), 60)
+        wait_until(lambda: bool(times(run, RunRestarted)) or trains.done(), 60)
         assert not trains.done(), trains.result()
-        assert _times(run, RunRestarted)[0] - lost < RESTARTS_S
-        assert 0 < _times(run, NodeSilent)[0] - lost < 5
-        _await(lambda: not both[1].processes("ray::WorkerHost"), 10)  # workers without a connection end themselves
+        assert times(run, RunRestarted)[0] - lost < RESTARTS_S
+        assert 0 < times(run, NodeSilent)[0] - lost < 5
+        wait_until(lambda: not both[1].processes("ray::WorkerHost"), 10)  # workers without a connection end themselves
         both[1].kill_all()
         both[1].heal()
         both[1].ip("link", "set", both[1].interface, "up")
@@ -101,7 +101,7 @@ def test_a_link_that_heals_or_is_slow_costs_nothing(phase: str, trouble: str, mo
         _await_second_step(run, phase, trains)
         both[1].limit(SLOW_MBIT_PER_S) if trouble == "slow" else _blip(both[1])
         trains.result()
-    assert not _times(run, RunRestarted)
+    assert not times(run, RunRestarted)
     assert untimed(run) == metrics_alone(config)
 
 
@@ -121,8 +121,8 @@ def test_a_run_whose_host_does_not_come_back_goes_on_with_the_one_that_is_left(m
         output = trains.result()
     message = "continues with cluster.nodes=1 placement.pools.all=1 actor.parallel.pp=1: restart 2 of 2, from step 1"
     assert message in output
-    alone = _figures(metrics_alone(config))
-    assert _figures(untimed(run)) == [pytest.approx(step, rel=1e-4) for step in alone], (
+    alone = figures(metrics_alone(config))
+    assert figures(untimed(run)) == [pytest.approx(step, rel=1e-4) for step in alone], (
         "another layout rounds differently"
     )
 
@@ -143,7 +143,7 @@ def test_a_run_whose_cluster_is_lost_goes_on_with_the_next(model: Path, tmp_path
             (head,) = host.processes("gcs_server")
             os.kill(head, signal.SIGKILL)
         (host.files / "ray_current_cluster").unlink(missing_ok=True)
-        _await(lambda: bool(_times(run, RunRestarted)) or trains.done(), 60)
+        wait_until(lambda: bool(times(run, RunRestarted)) or trains.done(), 60)
         assert not trains.done(), trains.result()
         with ray_of(host, *options) as again:
             again.await_start(120)
@@ -152,7 +152,7 @@ def test_a_run_whose_cluster_is_lost_goes_on_with_the_next(model: Path, tmp_path
     assert untimed(run) == metrics_alone(config)
 
 
-def _figures(metrics: list[dict[str, Any]]) -> list[list[float]]:
+def figures(metrics: list[dict[str, Any]]) -> list[list[float]]:
     """Return score, response length and gradient norm of each step."""
     names = ("reward/score/mean", "response_length/mean", "actor/grad_norm")
     return [[step[name] for name in names] for step in metrics]
@@ -160,20 +160,20 @@ def _figures(metrics: list[dict[str, Any]]) -> list[list[float]]:
 
 def _await_second_step(run: Path, phase: str, trains: Future[str]) -> None:
     """Wait until the first step is saved and this phase of the second step has begun."""
-    _await(lambda: trains.done() or (bool(steps_in(run / CHECKPOINTS)) and _has_begun(run, phase, step=2)), 300)
+    wait_until(lambda: trains.done() or (bool(steps_in(run / CHECKPOINTS)) and has_begun(run, phase, step=2)), 300)
     assert not trains.done(), trains.result()
 
 
-def _has_begun(run: Path, phase: str, step: int) -> bool:
+def has_begun(run: Path, phase: str, step: int) -> bool:
     events = (record.event for record in read_events(run / "events.jsonl"))
     return any(isinstance(event, PhaseBegin) and (event.phase, event.step) == (phase, step) for event in events)
 
 
-def _times(run: Path, kind: type) -> list[float]:
+def times(run: Path, kind: type) -> list[float]:
     return [record.time for record in read_events(run / "events.jsonl") if isinstance(record.event, kind)]
 
 
-def _await(condition: Callable[[], bool], limit_s: float) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not hold within {limit_s:g} s"

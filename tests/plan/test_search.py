@@ -99,6 +99,14 @@ def test_layout_of_the_reference_can_be_typed_though_it_follows_the_actor() -> N
     assert any(actor != reference for actor, reference in layouts)
 
 
+def test_a_model_that_no_machine_holds_gets_engines_over_two() -> None:
+    """The weights of Llama-3.1-405B alone are larger than eight H100."""
+    resolved = load_config(str(CONFIGS / "grpo-llama3.1-405b-18n8g.yaml"), [])
+    subject = make_plan_input(resolved, "h100")
+    fastest = search(subject, assumed_lengths(subject.config), max_found=1).found[0]
+    assert fastest.changes["rollout.tp"] == 16
+
+
 def test_the_judge_keeps_its_devices() -> None:
     asking = "reward.functions.judged={name: judge, options: {service: {max_tokens: 9}, template: '{response}'}}"
     pools = "placement={pools: {all: 4, judges: 4}, roles: {judge: judges}}"

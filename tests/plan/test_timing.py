@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import plan as published
-from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, plan_time
+from mrl.plan.engine_memory import engine_memory
+from mrl.plan.timing import Lengths, TimedPhase, TimePlan, assumed_lengths, decode_step, engine_link_s, plan_time
 from tests.plan.planning import PRESETS, REWARD_MODEL, subject_of
 
 LENGTHS = Lengths(prompt=512, response=2048)
@@ -67,6 +71,23 @@ def test_the_bubble_shrinks_with_chunks_and_micro_batches() -> None:
 def test_what_need_not_be_computed_takes_no_time() -> None:
     names = [each.name for each in timed(algorithm__kl__where="none", batch__samples_per_update=2048).phases]
     assert names == ["weights", "rollout", "train actor"]
+
+
+def test_an_engine_over_two_machines_adds_up_through_all_their_network_cards() -> None:
+    large, layers, hidden = "grpo-llama3.1-405b-18n8g", 126, 16384
+    of_two, of_one = (subject_of(large, rollout__tp=tp) for tp in (16, 8))
+    sums = 2 * layers * 2 * 2 * hidden * 15 / 16  # two sums per layer, each sent twice in bfloat16
+    assert engine_link_s(of_two) == pytest.approx(sums / (8 * 50e9 * 0.7))
+    assert engine_link_s(of_one) == 0
+    slow = timed(large, rollout__tp=16)
+    fast = timed(large, rollout__tp=16, cluster__devices_per_node=16, cluster__nodes=9)
+    prefill = [phase(plan, "rollout").parts["prefill"] for plan in (slow, fast)]
+    prompts = 512 * 256 / 8  # each of an engine's prompts is read once for its samples
+    assert prefill[0] - prefill[1] == pytest.approx(prompts * engine_link_s(of_two))
+    engine = engine_memory(of_two.config, of_two.specs["actor"], of_two.hardware)
+    at_once = replace(of_two.hardware, network_bytes_per_s=math.inf, link_bytes_per_s=math.inf)
+    steps = [decode_step(subject, engine)(100, 2048) for subject in (of_two, replace(of_two, hardware=at_once))]
+    assert steps[0] - steps[1] == pytest.approx(100 * engine_link_s(of_two))
 
 
 def test_a_reward_model_goes_forward_once() -> None:

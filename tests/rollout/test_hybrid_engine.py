@@ -51,6 +51,12 @@ def requests(*keys: str) -> list[GenerationRequest]:
     return [GenerationRequest(key, key, np.ones(3, np.int32), 0, 10) for key in keys]
 
 
+class StubDevice(str):
+    @property
+    def node_id(self) -> str:
+        return self
+
+
 @pytest.fixture
 def make(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Made]]:
     """Return a function that makes engines whose groups are stubs; everything else is real."""
@@ -76,8 +82,9 @@ def make(tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Iterato
             groups[role] = Future()
             groups[role].set_result(StubGroup(stage, role, RayClassWithInitArgs(""), Mesh(4), None))
         resources: Any = SimpleNamespace(
-            device_slots=lambda role: DeviceSlots([f"{role}{n}" for n in range(4)], 0.5, role)
-        )  # type: ignore[misc]
+            device_slots=lambda role: DeviceSlots([StubDevice(f"{role}{n}") for n in range(4)], 0.5, role),  # type: ignore[misc]
+            node=lambda node_id: SimpleNamespace(network=SimpleNamespace(address=f"address of {node_id}")),
+        )
         events = EventLog(tmp_path / "events.jsonl")
         made.append(HybridEngine(config, groups, RunContext(tmp_path, events, config.deadlines, resources)))
         return made[-1], stage
@@ -92,7 +99,7 @@ def config_of(
 ) -> Config:
     """Return the preset with these changes, and with a reward model of that role."""
     pools, roles = ("{" + ", ".join(f"{key}: {value}" for key, value in each.items()) + "}" for each in placement)
-    device = sync.pop("device", "cpu")
+    device, here = sync.pop("device", "cpu"), sync.pop("devices_per_node", 8)
     vllm = sync.pop("vllm", "{enable_prefix_caching: true}")
     overrides = [f"placement.pools={pools}", f"placement.roles={roles}", f"model.path={model}", f"rollout.tp={tp}"]
     if limit_s := sync.pop("engine_start_s", None):
@@ -100,7 +107,8 @@ def config_of(
     if scorer:
         overrides.append(f"{scorer}={{path: {model}, max_tokens_per_device: 1024}}")
     overrides += [f"sync.{name}={str(value).lower()}" for name, value in sync.items()]
-    overrides += [f"cluster.device={device}", f"rollout.vllm={vllm}", "cluster.devices_per_node=8"]
+    overrides += [f"cluster.device={device}", f"rollout.vllm={vllm}", f"cluster.devices_per_node={here}"]
+    overrides += [f"cluster.nodes={-(-sum(placement[0].values()) // here)}", "cluster.ray_address=auto"]
     overrides += [f"{role}.parallel.sequence_parallel=true" for role in ("actor", "critic")]
     return load_config(str(PRESET), overrides).config
 
@@ -413,7 +421,7 @@ def test_an_engine_sits_on_its_first_device_and_engines_share_none(
         assert slot is not None
         devices: list[Any] = list(slot.devices)
         assert devices == [slots[index]]
-        assert (slot.fraction, slot.description, slot.visible_gpus) == (0.5, "actor", "")
+        assert (slot.fraction, slot.description, slot.visible_gpus) == (0.5, "actor", [])
         assert stage.started[name].mesh == Mesh(1)
 
 
@@ -425,14 +433,28 @@ def test_an_engine_sees_the_gpus_of_all_its_ranks(
     engine.connect()
     slot = stage.started["rollout-0"].slots
     assert slot is not None
-    assert slot.visible_gpus == f"{owner}-gpu0,{owner}-gpu1"
+    assert slot.visible_gpus == [f"{owner}-gpu0,{owner}-gpu1"]
     assert stage.started["rollout-0"].worker.args[1].device == "cuda"
     if owner == "actor":
         other = stage.started["rollout-1"].slots
         assert other is not None
-        assert other.visible_gpus == f"{owner}-gpu2,{owner}-gpu3"
+        assert other.visible_gpus == [f"{owner}-gpu2,{owner}-gpu3"]
     else:
         assert slot.description == "rollout"
+
+
+def test_an_engine_over_two_nodes_has_a_process_on_each_with_the_gpus_there(make: Callable[..., Made]) -> None:
+    engine, stage = make(TOGETHER, "llama_tied", tp=4, device="gpu", devices_per_node=2)
+    engine.connect()
+    group = stage.started["rollout-0"]
+    assert group.slots is not None
+    assert [*group.slots.devices] == ["actor0", "actor2"]
+    assert group.slots.visible_gpus == ["actor-gpu0,actor-gpu1", "actor-gpu2,actor-gpu3"]
+    assert group.mesh == Mesh(2, tp=2)
+    assert group.worker.args[1].nodes == ("address of actor0", "address of actor2")
+    assert stage.arguments["actor", "prepare_sending"][0].layout.hosts == (0, 1, 2, 3), "one worker for each device"
+    _, stage = make(TOGETHER, "llama_tied", tp=2, devices_per_node=2)
+    assert {stage.started[f"rollout-{index}"].worker.args[1].nodes for index in range(2)} == {()}
 
 
 def test_a_gpu_without_room_for_an_engine_ends_the_run_with_who_holds_it(make: Callable[..., Made]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from mrl.config.libraries.megatron_fields import FieldRules
 
 _WEIGHTS = "mrl: the trainer sends weights"
-_SPLIT = "an engine is split only by tp, within one node"
+_SPLIT = "an engine is split only by tp, and mrl places it"
 _REQUESTS = "mrl's requests do not use it"
 _TEXT_ONLY = "mrl trains language models only"
 _LAYERS = "no model family of mrl has such layers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.rules.problems import near_divisors, nearest, problem, stays_in_a_node
+from mrl.config.rules.problems import near_divisors, near_multiples, nearest, problem, stays_in_a_node
 from mrl.config.schema import Config
 from mrl.errors import Problem
 
@@ -15,7 +15,7 @@ def check_rollout(config: Config) -> Iterator[Problem]:
     tp, replicas, role = config.rollout.tp, config.rollout.replicas, "rollout" if "rollout" in roles else "actor"
     if roles.get(role) in pools:
         devices = pools[roles[role]]
-        yield from stays_in_a_node("rollout.tp", tp, devices, here)
+        yield from _engine_nodes(config, tp, devices, here, roles[role])
         pool = f"the {devices} devices of the pool of the {role}"
         if replicas is None and devices % tp:
             fix = nearest("rollout.tp", near_divisors(tp, devices))
@@ -34,6 +34,20 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         yield problem("algorithm.correction", what, fix)
     if config.asynchrony.ahead:
         yield from _sampled_ahead(config)
+
+
+def _engine_nodes(config: Config, tp: int, devices: int, here: int, pool: str) -> Iterator[Problem]:
+    """Yield a problem if an engine would have a part of a node and a part of another, or span nodes without vLLM."""
+    if tp <= here or config.rollout.engine == "transformers":
+        yield from stays_in_a_node("rollout.tp", tp, devices, here)
+    elif tp % here:
+        what = f"{tp} is more than the {here} devices of a node: an engine over several nodes takes all devices of each"
+        yield problem("rollout.tp", what, nearest("rollout.tp", near_multiples(tp, here)))
+    if config.rollout.replicas is not None and devices > here and (rest := devices % here) % min(tp, here):
+        what = (
+            f"{devices} devices with {here} per node leave {rest} on a node: an engine with {tp} might get parts of two"
+        )
+        yield problem(f"placement.pools.{pool}", what, nearest(f"placement.pools.{pool}", near_multiples(devices, tp)))
 
 
 def _sampled_ahead(config: Config) -> Iterator[Problem]:

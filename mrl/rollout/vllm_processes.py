@@ -1,0 +1,87 @@
+"""Processes of a vLLM engine: what they inherit, and the workers on its nodes after the first.
+
+With tensor parallelism each worker is a separate process. Over several nodes, the engine on the first node directs all
+workers by messages, and a follower on each further node starts and watches the workers of its node.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+from mrl.errors import RolloutError, SetupError
+from mrl.rollout.engine import EngineFollower, EngineSettings
+from mrl.weight_sync.vllm_plugin import ENDS_WITH_PARENT, TRANSFER_BACKEND
+
+
+class VllmFollower(EngineFollower):
+    """vLLM's workers on a node after the first of an engine."""
+
+    def __init__(self, settings: EngineSettings, arguments: Mapping[str, Any]) -> None:
+        prepare_process(settings)
+        # with the usage of `LLMEngine.from_engine_args`, on which defaults depend
+        config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT, headless=True)
+        self._executor = MultiprocExecutor(config, monitor_workers=False)
+
+    def watch(self) -> None:
+        processes = [worker.proc for worker in self._executor.workers]
+        ended = wait([process.sentinel for process in processes])
+        process = next(process for process in processes if process.sentinel in ended)
+        raise RolloutError(f"{process.name} of the engine, pid {process.pid}, has ended")
+
+
+def prepare_process(settings: EngineSettings) -> None:
+    """Set everything that the processes of vLLM inherit from this one."""
+    if TRANSFER_BACKEND not in entry_points(group="vllm.general_plugins").names:
+        raise SetupError(
+            "vLLM cannot receive mrl's weights: mrl is on the path, but it is not installed (vLLM plugin)",
+            fix="pip install -e .",
+        )
+    if settings.device == "cpu" and settings.vllm.get("enforce_eager"):
+        _compile_nothing()
+    if settings.nodes:
+        os.environ["VLLM_HOST_IP"] = settings.nodes[settings.node]  # its workers' address for messages
+        os.environ[ENDS_WITH_PARENT] = "1"
+
+
+def node_arguments(settings: EngineSettings) -> dict[str, Any]:
+    """Return vLLM's arguments for an engine over several nodes: whole nodes, whose workers meet on the first."""
+    if not settings.nodes:
+        return {}
+    return {
+        "nnodes": len(settings.nodes),
+        "node_rank": settings.node,
+        "master_addr": settings.nodes[0],
+        "master_port": settings.port,
+    }
+
+
+@contextmanager
+def store_without_a_file() -> Iterator[None]:
+    """Use a temporary directory for the store file of a single-process engine, removed even if the engine is killed."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="mrl-") as directory:
+        tempfile.tempdir = directory
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+
+
+def _compile_nothing() -> None:
+    """Apply `enforce_eager` also to the one function that vLLM compiles anyway: it counts the ranks of log-probs.
+
+    Compiling it at the first token takes three seconds on a CPU, and a C++ compiler that a laptop may not have.
+    """
+    torch.compiler.set_stance("force_eager")
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for the worker processes

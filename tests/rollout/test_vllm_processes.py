@@ -1,0 +1,86 @@
+"""Processes of an engine over several nodes: arguments, addresses, and what ends them. `tests/hosts` runs some."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mrl.config.mesh import Mesh
+from mrl.controller import RankInfo, Rendezvous
+from mrl.errors import RolloutError
+from mrl.rollout.engine import EngineSettings
+from mrl.rollout.replica import RolloutReplica
+from mrl.rollout.vllm_engine import VllmEngine, engine_arguments
+from mrl.rollout.vllm_processes import VllmFollower, prepare_process
+from mrl.weight_sync import vllm_plugin
+from mrl.weight_sync.vllm_plugin import ENDS_WITH_PARENT
+
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+
+
+@pytest.fixture
+def settings(small: Callable[..., Path], tmp_path: Path) -> EngineSettings:
+    """Settings of the second of two nodes."""
+    model = small("qwen3")
+    return EngineSettings(model, "float32", "cpu", 64, 128, tmp_path, "rollout-0", 2, nodes=ADDRESSES, node=1, port=77)
+
+
+def test_workers_of_all_nodes_meet_on_the_first(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = engine_arguments(settings)
+    assert (arguments["nnodes"], arguments["node_rank"]) == (2, 1)
+    assert (arguments["master_addr"], arguments["master_port"]) == ("10.0.0.1", 77)
+    assert (arguments["tensor_parallel_size"], arguments["distributed_executor_backend"]) == (2, "mp")
+    for name in ("VLLM_HOST_IP", ENDS_WITH_PARENT):
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    prepare_process(settings)
+    assert os.environ["VLLM_HOST_IP"] == "10.0.0.2", "on this node"
+    assert ENDS_WITH_PARENT in os.environ
+
+
+def test_an_engine_on_one_node_gets_no_addresses(settings: EngineSettings) -> None:
+    alone = engine_arguments(
+        EngineSettings(settings.model, "float32", "cpu", 64, 128, settings.sockets, "rollout-0", 2)
+    )
+    assert not {"nnodes", "node_rank", "master_addr", "master_port"} & alone.keys()
+
+
+def test_the_first_worker_that_ends_is_named() -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=time.sleep, args=(seconds,), name=f"VllmWorker-{seconds}") for seconds in (60, 0)
+    ]
+    for process in processes:
+        process.start()
+    follower: Any = SimpleNamespace(
+        _executor=SimpleNamespace(workers=[SimpleNamespace(proc=each) for each in processes])
+    )
+    with pytest.raises(RolloutError, match=f"VllmWorker-0 of the engine, pid {processes[1].pid}, has ended"):
+        VllmFollower.watch(follower)
+    processes[0].kill()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_worker_ends_with_the_process_that_started_it(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[int] = []
+    monkeypatch.setattr(vllm_plugin, "die_with", bound.append)
+    monkeypatch.setattr(vllm_plugin, "parent_process", lambda: SimpleNamespace(pid=4711))
+    monkeypatch.delenv(ENDS_WITH_PARENT, raising=False)
+    if wanted:
+        monkeypatch.setenv(ENDS_WITH_PARENT, "1")
+    vllm_plugin.register()
+    assert bound == [4711] * wanted, "other programs with vLLM load this plugin, too"
+
+
+def test_an_engine_that_cannot_span_nodes_says_so(settings: EngineSettings) -> None:
+    place = RankInfo("rollout-0", 1, 0, Mesh(2, tp=2), Rendezvous(ADDRESSES[0], 77, 2, None))
+    with pytest.raises(RolloutError, match="engines of transformers cannot span 2 nodes"):
+        RolloutReplica(place, "transformers", settings, 1.0)
+    assert VllmEngine.follower is not None
