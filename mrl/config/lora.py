@@ -14,6 +14,8 @@ TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS)
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of vLLM, which pads others with zeros."""
 MAX_ENGINE_RANK = ENGINE_RANKS[-1]
+ENGINE_TARGETS = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}
+"""vLLM's modules that may have adapters, and the Hugging Face modules in each."""
 _EXPERTS = "experts cannot have adapters yet"
 REFUSED_TARGETS = {
     "lm_head": "engines cannot serve an adapter of the output matrix",
@@ -60,6 +62,11 @@ class LoraConfig:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     @property
+    def engine_rank(self) -> int:
+        """Return the rank of the adapters that engines apply; 0 if they get plain weights."""
+        return self.rank if self.sync == "adapters" else 0
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Return the settings that decide what saved adapters mean."""
         return {"rank": self.rank, "alpha": self.alpha, "rslora": self.rslora, "targets": sorted(self.modules)}
@@ -68,3 +75,8 @@ class LoraConfig:
     def modules(self) -> frozenset[str]:
         """Return the names of the targets."""
         return frozenset(TARGETS if ALL_LINEAR in self.targets else self.targets)
+
+
+def padded_rank(rank: int) -> int:
+    """Return the rank of vLLM's slot for adapters of a rank."""
+    return next(allowed for allowed in ENGINE_RANKS if allowed >= rank)

@@ -6,6 +6,7 @@ B's stacked in the same order; the rows of B are those of the modules that the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -64,6 +65,11 @@ def adapter_tensors(spec: ModelSpec, lora: LoraConfig) -> dict[str, Shape]:
                 a, b = adapter_names(name)
                 tensors |= {a: (lora.rank, shape[1]), b: (shape[0], lora.rank)}
     return tensors
+
+
+def adapter_flops_per_token(spec: ModelSpec, lora: LoraConfig) -> int:
+    """Return the forward FLOPs of the adapters for one token."""
+    return 2 * sum(math.prod(shape) for shape in adapter_tensors(spec, lora).values())
 
 
 def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from mrl.config.lora import ENGINE_TARGETS, padded_rank
 from mrl.config.schema import ParallelConfig, RolloutConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.errors import ModelError
@@ -100,6 +101,22 @@ def engine_bytes(spec: ModelSpec, tp: int, dtype: str) -> tuple[int, int]:
         num_bytes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype or dtype] for tensor in tensors]
         sums, largest = sums + count * sum(num_bytes), max(largest, *num_bytes)
     return sums, largest
+
+
+@cache
+def adapter_slot_bytes(spec: ModelSpec, tp: int, rank: int, dtype: str) -> int:
+    """Return the bytes of the first worker's slot for adapters: an A for each module of the files, and a B for its rows. A
+    module has a slot even if it is not a target."""
+    if rank == 0:
+        return 0
+    elements = 0
+    for layers in spec.layers_by_kind().values():
+        for tensor in layer_tensors(spec, EngineSizes(tp), 0, layers[0]):
+            module = tensor.name.removesuffix(".weight").rpartition(".")[2]
+            if num_parts := ENGINE_TARGETS.get(module):
+                rows, columns = tensor.shape
+                elements += len(layers) * padded_rank(rank) * (num_parts * columns + rows)
+    return elements * ITEM_BYTES[dtype]
 
 
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
