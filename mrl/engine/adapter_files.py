@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mrl.engine.base_digest import digest_of_sums, weighted_sum
 from mrl.engine.checkpoint_files import SavedFiles
 from mrl.engine.merging import RoundingLoss
 from mrl.errors import EngineError
-from mrl.models.adapters import adapter_names, adapter_tensors
+from mrl.models.adapters import adapter_names, adapter_tensors, target_of
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.hf_writer import HfWriter
@@ -43,13 +44,13 @@ def write_peft(target: Path, tensors: dict[str, Tensor], lora: LoraConfig, base_
     staged = target.with_name(f".{target.name}.partial")
     staged.mkdir(parents=True, exist_ok=True)
     save_file(tensors, staged / "adapter_model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(peft_settings(lora, base_name), indent=2)
+    text = json.dumps(peft_settings(lora, base_name, tensors), indent=2)
     files.write_text(staged / "adapter_config.json", text + "\n")
     files.publish_directory(staged, target)
 
 
-def peft_settings(lora: LoraConfig, base_name: str) -> dict[str, Any]:
-    """Return the content of PEFT's `adapter_config.json`."""
+def peft_settings(lora: LoraConfig, base_name: str, tensors: Iterable[str]) -> dict[str, Any]:
+    """Return the content of PEFT's `adapter_config.json` for adapters with these names."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -57,7 +58,7 @@ def peft_settings(lora: LoraConfig, base_name: str) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(lora.modules),
+        "target_modules": sorted({target_of(name) for name in tensors}),
         "bias": "none",
         "use_rslora": lora.rslora,
         "use_dora": False,

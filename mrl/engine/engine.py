@@ -70,8 +70,7 @@ class MegatronEngine:
     def __init__(self, request: EngineRequest, groups: ParallelGroups) -> None:
         self.request, self.groups = request, groups
         settings = request.settings
-        adapted = request.lora is not None
-        model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron, adapted)
+        model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron, request.lora)
         self.config = transformer_config(model, groups)
         self.models = build_chunks(model, self.config, groups)
         self.adapters: Adapters | None = None

@@ -105,8 +105,8 @@ def engine_bytes(spec: ModelSpec, tp: int, dtype: str) -> tuple[int, int]:
 
 @cache
 def adapter_slot_bytes(spec: ModelSpec, tp: int, rank: int, dtype: str) -> int:
-    """Return the bytes of the first worker's slot for adapters: an A for each module of the files, and a B for its rows. A
-    module has a slot even if it is not a target."""
+    """Return the bytes of the first worker's slot for adapters: an A and a B for each module of the files, also if it
+    is not a target."""
     if rank == 0:
         return 0
     elements = 0

@@ -107,7 +107,7 @@ def _with_adapters(
     frozen = MegatronModelConfig(parallel=model.parallel, dtype=model.dtype, max_tokens_per_device=1)
     base = stage_weights(spec, frozen, mesh, "lm", stage).parameters
     copied = sum(owned) * (item < 4)
-    largest = max(size for _, size in _adapters(spec, model, stage)) * item
+    largest = max(size for *_, size in _adapters(spec, model, stage)) * item
     return WeightBytes(
         base + sum(buffer.num_padded for buffer in rank_buffers) * item,
         sum(buffer.num_padded for buffer in rank_buffers) * (4 if model.ddp.get("grad_reduce_in_fp32", True) else item),
@@ -119,12 +119,13 @@ def _with_adapters(
     )
 
 
-def _adapters(spec: ModelSpec, model: TrainedModelConfig, stage: int) -> list[tuple[int, int]]:
-    """Return chunk and elements of each adapter on the first rank of a stage, in the order of Megatron's modules."""
+def _adapters(spec: ModelSpec, model: TrainedModelConfig, stage: int) -> list[tuple[int, bool, int]]:
+    """Return chunk, whether it belongs to an expert, and elements of each adapter on the first rank of a stage, in the order
+    of Megatron's modules."""
     assert model.lora is not None, "only a model with adapters has them"
     pairs = adapter_pairs(spec, model.lora, model.parallel, RankPlace(pp=stage))
-    ordered = sorted(pairs, key=lambda pair: (pair.weight.chunk, not pair.splits_columns))  # linear_proj comes first
-    return [(shard.chunk, math.prod(shard.shape)) for pair in ordered for shard in (pair.a, pair.b)]
+    ordered = sorted(pairs, key=lambda pair: (pair.weight.chunk, pair.split != "columns"))  # linear_proj comes first
+    return [(shard.chunk, shard.expert, math.prod(shard.shape)) for pair in ordered for shard in (pair.a, pair.b)]
 
 
 def _item(buffer: Buffer, item: int) -> int:
@@ -148,15 +149,9 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
     """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters, one for float32 parameters in
     a 16-bit model, and one for experts that are reduced over other ranks."""
     layout, dense_owners = model.parallel, mesh.dp * mesh.cp
-    if model.lora is not None:
-        chunks = [[size for chunk, size in _adapters(spec, model, stage) if chunk == n] for n in range(layout.vpp)]
-        multiple = math.lcm(dense_owners, _bucket_multiple(model))
-        limits = [_bucket_limit(model, dense_owners) if stage == number == 0 else None for number in range(layout.vpp)]
-        return [
-            Buffer(sum(own), sum(_padded_buckets(own, limit, multiple)), dense_owners)
-            for own, limit in zip(chunks, limits, strict=True)
-        ]
     separate_experts = mesh.ep > 1 or mesh.etp != mesh.tp
+    if model.lora is not None:
+        return list(_adapter_buffers(_adapters(spec, model, stage), model, mesh, stage, separate_experts))
     is_wide = ITEM_BYTES[model.dtype] == 4
     made = []
     for chunk in range(layout.vpp):
@@ -178,6 +173,23 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
                 padded = sum(_padded_buckets(members, limit, multiple)) + sum(round_up(n, multiple) for n in separate)
                 made.append(Buffer(sum(members) + sum(separate), padded, owners, is_float32))
     return made
+
+
+def _adapter_buffers(
+    adapters: Sequence[tuple[int, bool, int]],
+    model: TrainedModelConfig,
+    mesh: Mesh,
+    stage: int,
+    separate_experts: bool,
+) -> Iterator[Buffer]:
+    dense_owners = mesh.dp * mesh.cp
+    for chunk in range(model.parallel.vpp):
+        limit = _bucket_limit(model, dense_owners) if stage == chunk == 0 else None
+        for of_experts, owners in ((False, dense_owners), (True, mesh.edp)):
+            held = [n for at, expert, n in adapters if at == chunk and (expert and separate_experts) == of_experts]
+            if held:
+                padded = sum(_padded_buckets(held, limit, math.lcm(owners, _bucket_multiple(model))))
+                yield Buffer(sum(held), padded, owners)
 
 
 class _Dense(NamedTuple):

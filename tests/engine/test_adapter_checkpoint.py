@@ -150,6 +150,27 @@ def test_export_gives_the_same_log_probs_in_peft_and_merged_in_transformers(
     assert not (tmp_path / "never").exists()
 
 
+def test_adapters_of_experts_are_resumed_on_other_ranks_and_read_by_peft(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    case = Case(str(make_tiny("mixtral", tmp_path / "model")), "", Layout(ep=2), LORA)
+    before = run_distributed(2, save, case, str(tmp_path / "saved"), timeout_s=LIMIT_S)
+    other = replace(case, layout=Layout(tp=2, sequence_parallel=True))
+    after = run_distributed(2, resume, other, str(tmp_path / "saved"), [], timeout_s=LIMIT_S)
+    assert torch.allclose(rows_of(after, "saved"), rows_of(before, "saved"), atol=2e-5)
+    assert sum(rank["third"][0] for rank in after) == pytest.approx(sum(x["third"][0] for x in before), rel=1e-5)
+    assert after[0]["third"][1] == pytest.approx(before[0]["third"][1], rel=1e-4)
+    settings, source = settings_of(case), Path(case.model)
+    export_adapters(tmp_path / "saved", source, case.model, settings, torch.float32, tmp_path / "peft")
+    export_merged(tmp_path / "saved", source, settings, torch.float32, tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for model in (PeftModel.from_pretrained(base, tmp_path / "peft"), merged):
+        with torch.no_grad():
+            assert torch.allclose(torch.cat(peft_log_probs(model)), rows_of(before, "saved"), atol=2e-5)
+
+
 def test_first_adapters_depend_on_seed_and_name_only(saved: tuple[Case, Path, list[dict[str, Any]]]) -> None:
     from mrl.engine.adapters import _initial_value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.lora import ALL_LINEAR, ATTENTION_TARGETS, MAX_ENGINE_RANK, REFUSED_TARGETS, TARGETS, LoraConfig
+from mrl.config.lora import ALL_LINEAR, MAX_ENGINE_RANK, REFUSED_TARGETS, TARGETS, LoraConfig
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config, TrainedModelConfig
 from mrl.config.sft import AnyConfig, RmConfig
@@ -31,19 +31,22 @@ def check_lora_targets(
     """Refuse adapters of modules that cannot have any yet, and engines that cannot apply them."""
     if model.lora is None:
         return
-    if latent is not None:
-        yield problem(f"{role}.lora", "multi-latent attention cannot have adapters yet", f"{role}.lora=null")
-    if num_experts is None:
-        return
-    if device == "cpu" and role == "actor" and model.lora.sync == "adapters":
-        what = "on a CPU, vLLM applies no adapters in a model with experts"
-        yield problem(f"{role}.lora.sync", what, f"{role}.lora.sync=merged")
-    if wrong := sorted(model.lora.modules & set(TARGETS) - set(ATTENTION_TARGETS)):
-        key = f"{role}.lora.targets"
-        what = (
-            f"the model has {num_experts} experts per layer, and experts cannot have adapters yet: {', '.join(wrong)}"
-        )
-        yield problem(key, what, f"{key}=[{', '.join(ATTENTION_TARGETS)}]")
+    has_expert_adapters = num_experts is not None and model.lora.has_expert_targets
+    if role == "actor" and model.lora.sync == "adapters":
+        reasons = []
+        if latent is not None:
+            reasons.append("in vLLM, adapters of multi-latent attention have not been compared with the trainer's yet")
+        if has_expert_adapters:
+            reasons.append("in vLLM, adapters of experts have not been compared with the trainer's yet")
+        if num_experts is not None and device == "cpu":
+            reasons.append("on a CPU, vLLM applies no adapters in a model with experts")
+        yield from (problem(f"{role}.lora.sync", reason, f"{role}.lora.sync=merged") for reason in reasons[:1])
+    if has_expert_adapters and model.parallel.etp > 1:
+        what = f"an expert with adapters cannot be split over ranks yet, but etp is {model.parallel.etp}"
+        yield problem(f"{role}.parallel.etp", what, f"{role}.parallel.etp=1")
+    if has_expert_adapters and model.megatron.get("moe_grouped_gemm"):
+        what = f"experts with adapters are multiplied one by one, but {role}.lora.targets includes experts"
+        yield problem(f"{role}.megatron.moe_grouped_gemm", what, "remove this key")
 
 
 def _engines(config: Config, rank: int) -> Iterator[Problem]:
