@@ -57,6 +57,10 @@ class LoraConfig:
     """Initial values of A, drawn from training.seed and the name of the module: `kaiming` is uniform in +-1 /
     sqrt(inputs), the default of peft; `gaussian` has a standard deviation of 1 / rank."""
 
+    path: Text | None = None
+    """Directory of PEFT's files with the first adapters, instead of `init`: as peft's `save_pretrained` or `mrl export`
+    writes them. Rank, alpha, rslora, targets and model must be those of the files. The reference is still the model
+    without adapters."""
     sync: Literal["adapters", "merged"] = "adapters"
     """How engines get the policy: as `adapters`, which they apply like the trainer; or as `merged` weights, which any
     engine can use, but rounding removes most of a small update (`sync/lost_update`)."""

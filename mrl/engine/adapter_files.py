@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from mrl.models.adapters import adapter_names, adapter_tensors, target_of
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.hf_writer import HfWriter
+from mrl.models.peft_reader import PeftReader
 from mrl.models.regions import Shape, whole
 from mrl.models.table import float32_tensors, hf_tensors
 
@@ -77,23 +78,49 @@ def export_merged(
     The files of `source` must be the model that was trained.
     """
     lora, checkpoint, adapters = _checked(saved, source, model)
-    spec, reader, loss = read_spec(source), HfReader(source), RoundingLoss()
-    shapes, wide = hf_tensors(spec, "lm"), float32_tensors(spec)
+    merged = _Merged(source, lora, lambda name: _saved_tensor(checkpoint, name, adapters[name]))
     sums = []
-    with HfWriter(target, spec, source, "lm", dtype) as writer:
-        for name, shape in shapes.items():
-            base = reader.read(name, whole(shape)).to(torch.float32 if name in wide else torch_dtype(model.dtype))
-            sums.append(int(weighted_sum(base, whole(shape))))
+    with HfWriter(target, merged.spec, source, "lm", dtype) as writer:
+        for name, base, tensor in merged.tensors(torch_dtype(model.dtype), dtype):
+            sums.append(int(weighted_sum(base, whole(tuple(base.shape)))))
+            writer.write(name, tensor)  # rounds to the dtype in the file
+        checkpoint.check_base(digest_of_sums(list(merged.shapes), sums), str(source))
+    return len(sums), merged.loss
+
+
+def merge_peft(path: str, source: Path, dtype: torch.dtype, target: Path) -> RoundingLoss:
+    """Write the model `source` with the adapters of PEFT's files added in float32. Return the loss of rounding."""
+    reader = PeftReader(path)
+    merged = _Merged(source, reader.lora, lambda name: reader.read(name, whole(shapes[name])).float())
+    reader.check(merged.spec, reader.lora)
+    shapes = adapter_tensors(merged.spec, reader.lora)
+    with HfWriter(target, merged.spec, source, "lm", dtype) as writer:
+        for name, _, tensor in merged.tensors(dtype, dtype):
+            writer.write(name, tensor)
+    return merged.loss
+
+
+class _Merged:
+    """A model with its adapters added."""
+
+    def __init__(self, source: Path, lora: LoraConfig, read: Callable[[str], Tensor]) -> None:
+        self.spec, self.loss = read_spec(source), RoundingLoss()
+        self.shapes = hf_tensors(self.spec, "lm")
+        self._source, self._lora, self._read = source, lora, read
+
+    def tensors(self, trained: torch.dtype, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield name, frozen value as trained, and merged value in float32 of each tensor."""
+        reader, wide, scale = HfReader(self._source), float32_tensors(self.spec), self._lora.scale
+        adapters = adapter_tensors(self.spec, self._lora)
+        for name, shape in self.shapes.items():
+            base = reader.read(name, whole(shape)).to(torch.float32 if name in wide else trained)
             a, b = adapter_names(name)
             merged = base.float()
             if a in adapters:
-                low, up = (_saved_tensor(checkpoint, part, adapters[part]) for part in (a, b))
-                update = lora.scale * (up @ low)
+                update = scale * (self._read(b) @ self._read(a))
                 merged = merged + update
-                loss.add(update, base.to(dtype), merged.to(dtype))
-            writer.write(name, merged)  # rounds to the dtype in the file
-        checkpoint.check_base(digest_of_sums(list(shapes), sums), str(source))
-    return len(shapes), loss
+                self.loss.add(update, base.to(dtype), merged.to(dtype))
+            yield name, base, merged
 
 
 def _checked(saved: Path, source: Path, model: TrainedModelConfig) -> tuple[LoraConfig, SavedFiles, dict[str, Shape]]:

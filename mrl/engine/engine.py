@@ -31,6 +31,7 @@ from mrl.engine.router_replay import RouterReplay
 from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, score
 from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader
+from mrl.models.peft_reader import PeftReader
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, hf_tensors
 
@@ -103,12 +104,21 @@ class MegatronEngine:
         reader.check(request.spec, request.head, request.new_head)
         weights.load(self.models, reader, request.spec, request.head, self.groups)
         if self.adapters is not None:
-            self.adapters.initialize(request.seed)
+            self._first_adapters(self.adapters)
         if isinstance(request.settings, TrainedModelConfig):
             self.optimizer = Optimizer(self.models, request.settings)
         held = weights.held_tensors(self.models, request.spec, request.head, self.groups)
         frozen = [tensor for shard, tensor in held if not shard.trained]
         self.memory = DeviceMemory(self.models, self.optimizer, self.groups.device, frozen)
+
+    def _first_adapters(self, adapters: Adapters) -> None:
+        """Read the adapters from PEFT's files, or draw them."""
+        if adapters.lora.path is None:
+            adapters.initialize(self.request.seed)
+            return
+        files = PeftReader(adapters.lora.path)
+        files.check(self.request.spec, adapters.lora)
+        adapters.fill(files.read)
 
     def base_digest(self) -> str:
         """Return the digest of the frozen weights of a model with adapters, otherwise an empty string.

@@ -120,8 +120,10 @@ def _with_adapters(
 
 
 def _adapters(spec: ModelSpec, model: TrainedModelConfig, stage: int) -> list[tuple[int, bool, int]]:
-    """Return chunk, whether it belongs to an expert, and elements of each adapter on the first rank of a stage, in the order
-    of Megatron's modules."""
+    """Return chunk, whether it belongs to an expert, and elements of each adapter on the first rank of a stage.
+
+    They are in the order of Megatron's modules.
+    """
     assert model.lora is not None, "only a model with adapters has them"
     pairs = adapter_pairs(spec, model.lora, model.parallel, RankPlace(pp=stage))
     ordered = sorted(pairs, key=lambda pair: (pair.weight.chunk, pair.split != "columns"))  # linear_proj comes first

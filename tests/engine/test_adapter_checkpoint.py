@@ -13,13 +13,14 @@ import torch
 from mrl.config.lora import ALL_LINEAR, LoraConfig
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
-from mrl.engine.adapter_files import export_adapters, export_merged
+from mrl.engine.adapter_files import export_adapters, export_merged, merge_peft
 from mrl.engine.checkpoint_files import SavedFiles
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.parallel import model_parallel
-from mrl.errors import EngineError
+from mrl.errors import EngineError, ModelError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
+from mrl.models.peft_reader import PeftReader
 from mrl.verify.spawn import run_distributed
 from tests.engine.adapter_training import Case, log_probs_by_row, peft_log_probs, settings_of
 from tests.engine.tiny_training import refusal, step
@@ -55,6 +56,13 @@ def resume(case: Case, directory: str, others: list[Case]) -> dict[str, Any]:
         wrong = [fresh(other, groups) for other in others]
         found["refused"] = [refusal(lambda: checkpoint.load(other, directory)) for other in wrong]  # noqa: B023
         return found
+
+
+def start(case: Case) -> dict[str, Any]:
+    """Build an engine whose adapters come from PEFT's files, and train a step."""
+    with model_parallel(case.layout, seed=1) as groups:
+        engine = fresh(case, groups, seed=3)
+        return {"started": log_probs_by_row(engine), "first": step(engine)}
 
 
 def move(case: Case) -> dict[str, Any]:
@@ -142,6 +150,17 @@ def test_export_gives_the_same_log_probs_in_peft_and_merged_in_transformers(
     for model in (PeftModel.from_pretrained(base, tmp_path / "peft"), merged):
         with torch.no_grad():
             assert torch.allclose(torch.cat(peft_log_probs(model)), rows_of(before, "saved"), atol=2e-5)
+    merge_peft(str(tmp_path / "peft"), source, torch.float32, tmp_path / "again")
+    exported, again = HfReader(tmp_path / "merged"), HfReader(tmp_path / "again")
+    assert all(torch.equal(exported.whole(name), again.whole(name)) for name in exported)
+    path = {**LORA, "path": str(tmp_path / "peft")}
+    first = replace(case, layout=Layout(tp=2, sequence_parallel=True), lora=path)
+    started = run_distributed(2, start, first, timeout_s=LIMIT_S)
+    assert torch.allclose(rows_of(started, "started"), rows_of(before, "saved"), atol=2e-5)
+    assert started[0]["first"][1] == pytest.approx(before[0]["third"][1], rel=1e-4), "gradients of the same adapters"
+    other = LoraConfig(**{**LORA, "targets": ["q_proj", "v_proj"]})
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj\.lora_A\.weight belongs to no target"):
+        PeftReader(str(tmp_path / "peft")).check(read_spec(source), other)
     _, loss = export_merged(directory / "saved", source, settings, torch.bfloat16, tmp_path / "rounded")
     assert loss.share > 1e-3, "rounding to bfloat16 removes a part of the update"
     other = make_tiny("qwen3", tmp_path / "other", seed=1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.lora import ALL_LINEAR, MAX_ENGINE_RANK, REFUSED_TARGETS, TARGETS, LoraConfig
+from mrl.config.peft_settings import read_peft_settings
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config, TrainedModelConfig
 from mrl.config.sft import AnyConfig, RmConfig
-from mrl.errors import Problem, did_you_mean
+from mrl.errors import ModelError, Problem, did_you_mean
 
 
 def check_lora(config: AnyConfig) -> Iterator[Problem]:
@@ -21,8 +22,20 @@ def check_lora(config: AnyConfig) -> Iterator[Problem]:
         elif isinstance(config, RmConfig):
             yield problem(key, "a reward model cannot have adapters yet: it is trained whole", f"{key}=null")
         yield from _targets(f"{key}.targets", model.lora)
+        if model.lora.path is not None:
+            yield from _first_adapters(role, model.lora.path, model.lora, config.model_of(role)[1])
         if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
             yield from _engines(config, model.lora.rank)
+
+
+def _first_adapters(role: str, path: str, lora: LoraConfig, model: str) -> Iterator[Problem]:
+    """Compare the section with the files that the adapters start from."""
+    try:
+        settings = read_peft_settings(path)
+    except ModelError as error:
+        yield problem(f"{role}.lora.path", f"{error.where} {error.what}", error.fix)
+        return
+    yield from (problem(*difference) for difference in settings.differences(role, lora, model))
 
 
 def check_lora_targets(
