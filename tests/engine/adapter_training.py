@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,9 +73,11 @@ def settings_of(case: Case) -> TrainedModelConfig:
     )
 
 
-def engine_of(case: Case, groups: ParallelGroups) -> MegatronEngine:
+def engine_of(case: Case, groups: ParallelGroups, **optimizer: Any) -> MegatronEngine:
     """Return an engine with the model's weights and with the adapters of the case."""
-    engine = MegatronEngine(EngineRequest(read_spec(case.model), "lm", settings_of(case)), groups)
+    settings = settings_of(case)
+    settings = replace(settings, optimizer=settings.optimizer | optimizer)
+    engine = MegatronEngine(EngineRequest(read_spec(case.model), "lm", settings), groups)
     engine.load(HfReader(case.model))
     values = load_file(f"{case.adapters}/adapter_model.safetensors")
     assert engine.adapters is not None
