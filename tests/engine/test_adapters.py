@@ -64,7 +64,7 @@ ORACLES = {
     "deepseek_v3": with_formula,
     "glm4_moe_lite": with_formula,
 }
-"""What to compare adapters on experts with. peft cannot have them next to those of a dense layer or a shared expert."""
+"""Oracles of adapters on experts. peft cannot have them next to those of a dense layer or a shared expert."""
 
 
 def largest(one: Floats, other: Floats) -> float:
