@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mrl.config.lora import ALL_LINEAR, MAX_ENGINE_RANK, REFUSED_TARGETS, TARGETS, LoraConfig
 from mrl.config.peft_settings import read_peft_settings
 from mrl.config.rules.problems import problem
-from mrl.config.schema import Config, TrainedModelConfig
+from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.errors import ModelError, Problem, did_you_mean
 
@@ -38,20 +38,19 @@ def _first_adapters(role: str, path: str, lora: LoraConfig, model: str) -> Itera
     yield from (problem(*difference) for difference in settings.differences(role, lora, model))
 
 
-def check_lora_targets(
-    role: str, model: TrainedModelConfig, num_experts: int | None, latent: int | None, device: str
-) -> Iterator[Problem]:
+def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None, latent: int | None) -> Iterator[Problem]:
     """Refuse adapters of modules that cannot have any yet, and engines that cannot apply them."""
-    if model.lora is None:
+    model = config.trained_roles().get(role)
+    if model is None or model.lora is None:
         return
     has_expert_adapters = num_experts is not None and model.lora.has_expert_targets
-    if role == "actor" and model.lora.sync == "adapters":
+    if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
         reasons = []
         if latent is not None:
             reasons.append("in vLLM, adapters of multi-latent attention have not been compared with the trainer's yet")
         if has_expert_adapters:
             reasons.append("in vLLM, adapters of experts have not been compared with the trainer's yet")
-        if num_experts is not None and device == "cpu":
+        if num_experts is not None and config.cluster.device == "cpu":
             reasons.append("on a CPU, vLLM applies no adapters in a model with experts")
         yield from (problem(f"{role}.lora.sync", reason, f"{role}.lora.sync=merged") for reason in reasons[:1])
     if has_expert_adapters and model.parallel.etp > 1:
