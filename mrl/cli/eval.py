@@ -51,13 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output) if arguments.output else target / "eval.json" if is_run else Path("eval.json")
     _check_writable(output)
     with _private_directory(Path(chosen[0].config.run.dir)) as directory:
-        model, checkpoint = directory / "model" if is_run or arguments.adapter else None, None
+        model, checkpoint, made = None, None, directory / "model"
         if arguments.adapter:
-            _merge(chosen[0], arguments.adapter, directory / "model")
+            model = made
+            _merge(chosen[0], arguments.adapter, made)
         elif is_run:
+            model = made
             config, which = chosen[0].config, arguments.checkpoint or "latest"
             form = ExportForm(merge=config.actor.lora is not None)
-            checkpoint, *_ = export_role(config, target, which, "actor", form, model)
+            checkpoint, *_ = export_role(config, target, which, "actor", form, made)
         figures = _evaluate(chosen, directory, model)
     results = []
     for resolved, measured in zip(chosen, figures, strict=True):

@@ -42,7 +42,7 @@ ReadBox = Callable[[str, Region], Tensor]
 
 
 class Adapters:
-    """The adapters of a model on this rank. Creating them freezes the model's own weights."""
+    """The adapters of a model on this rank. Creating them freezes the model's own weights, except a score head."""
 
     def __init__(self, chunks: Sequence[TokenModel], spec: ModelSpec, lora: LoraConfig, groups: ParallelGroups) -> None:
         self.lora, self._spec = lora, spec
@@ -52,6 +52,8 @@ class Adapters:
             chunk.requires_grad_(False)
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_with_gradient)
+            if chunk.post_process and chunk.head == "score":
+                chunk.score.requires_grad_(True)
         place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
         for pair in adapter_pairs(spec, lora, groups.parallel, place):
             self._attach(chunks[pair.weight.chunk], pair, groups)
@@ -95,7 +97,7 @@ class Adapters:
         elif pair.split == "rows":
             gather = gather_from_sequence_parallel_region
             low = gather(low) if sequence_parallel else copy_to_tensor_model_parallel_region(low)
-        lows = low.split(self.lora.rank, -1)
+        lows = torch.split(low, self.lora.rank, -1)
         factors = module.lora_b.split(list(pair.num_rows))
         if rows is None and not torch.is_grad_enabled():
             for target, part, factor in zip(torch.split(value, list(pair.num_rows), -1), lows, factors, strict=True):

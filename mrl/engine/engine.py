@@ -33,7 +33,7 @@ from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader
 from mrl.models.peft_reader import PeftReader
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Head, hf_tensors
+from mrl.models.table import SCORE, Head, hf_tensors
 
 Rows = npt.NDArray[np.int64]
 
@@ -132,10 +132,11 @@ class MegatronEngine:
             held = [
                 (shard, tensor)
                 for shard, tensor in weights.held_tensors(self.models, request.spec, request.head, self.groups)
-                if is_first_copy(shard, at.etp if shard.expert else at.tp)
+                if shard.name != SCORE  # trained whole
+                and is_first_copy(shard, at.etp if shard.expert else at.tp)
                 and (at.edp if shard.expert else at.dp + at.cp) == 0
             ]
-            names = list(hf_tensors(request.spec, request.head))
+            names = [name for name in hf_tensors(request.spec, request.head) if name != SCORE]
             sums = tensor_sums(names, held, self.groups.device)
             torch.distributed.all_reduce(sums)
             self._base_digest = digest_of_sums(names, sums.tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,7 +23,7 @@ class PeftReader:
         self.settings: PeftSettings = read_peft_settings(path)
         self.file: Path = self.settings.path / TENSORS_FILE
         try:
-            self._open = safe_open(self.file, framework="pt")
+            self._open: Any = safe_open(self.file, framework="pt")
         except (OSError, SafetensorError) as error:
             fix = "copy the file again: it may be incomplete"
             raise ModelError(f"cannot be read: {error}", where=str(self.file), fix=fix) from error

@@ -141,15 +141,16 @@ def check_experts(config: AnyConfig) -> Iterator[CheckResult]:
 
 _USUAL_RATE = {DpoConfig: 5e-7, RmConfig: 2e-6, SftConfig: 1e-5, Config: 1e-6}
 """Learning rate of all weights in the presets."""
+_CRITIC_RATE = 5e-6
 _ADAPTERS_RATE = 10.0
 """Usual learning rate of adapters, relative to that of all weights."""
 
 
 def check_adapters(config: AnyConfig) -> Iterator[CheckResult]:
     """Warn about adapters with a learning rate for all weights: below a third of what adapters usually need."""
-    usual = _ADAPTERS_RATE * next(rate for kind, rate in _USUAL_RATE.items() if isinstance(config, kind))
+    whole = next(rate for kind, rate in _USUAL_RATE.items() if isinstance(config, kind))
     for role, model in config.trained_roles().items():
-        rate = model.optimizer.get("lr")
+        rate, usual = model.optimizer.get("lr"), _ADAPTERS_RATE * (_CRITIC_RATE if role == "critic" else whole)
         if model.lora is not None and rate is not None and rate < usual / 3:
             key = f"{role}.optimizer.lr"
             what = f"{rate:g} is usual for all weights; adapters usually need about ten times as much, here {usual:g}"

@@ -134,7 +134,7 @@ def verify_layout(
         if settings.lora is not None:
             lora = _random_adapters(spec, settings.lora, path, torch_dtype(settings.dtype))
             whole = path.with_name("merged")
-            merge_peft(str(lora.path), path, torch.float32, whole)
+            merge_peft(str(lora.path), path, torch.float32, whole, head)
     # The update rule (Adam's numbers, clipping) is the user's on both sides, except for a high learning rate.
     optimizer = {**optimizer, "lr": OPTIMIZER["lr"]}
     alone = ParityCase(

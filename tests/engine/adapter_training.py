@@ -23,7 +23,7 @@ from mrl.models.adapters import adapter_names, adapter_tensors
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.regions import Region, slices
-from mrl.models.table import hf_tensors
+from mrl.models.table import Head, hf_tensors
 from tests.engine.tiny_training import LENGTHS, VOCAB, negative_score, share
 
 Floats = npt.NDArray[np.float32]
@@ -42,6 +42,7 @@ class Case:
     megatron: dict[str, Any] = field(default_factory=dict)
     dtype: Literal["bfloat16", "float32"] = "float32"
     ddp: dict[str, Any] = field(default_factory=dict)
+    head: Head = "lm"
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,11 @@ def _measure(case: Case) -> Found:
 def log_probs_by_row(engine: MegatronEngine) -> dict[int, Floats]:
     rows, micro_batches = share(engine)
     scores = engine.forward(rows, micro_batches, ScoreRequest())
-    if scores is None or scores.log_probs_T is None:
+    scores_T = None if scores is None else scores.values_T if scores.log_probs_T is None else scores.log_probs_T
+    if scores_T is None:
         return {}
     mine = range(engine.groups.at.dp, len(LENGTHS), engine.groups.mesh.dp)
-    parts = scores.log_probs_T.split(rows.response_lengths.tolist())
+    parts = scores_T.split(rows.response_lengths.tolist())
     return {number: part.float().numpy() for number, part in zip(mine, parts, strict=True)}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mrl.config.lora import ALL_LINEAR, LoraConfig
 from mrl.config.schema import ParallelConfig as Layout
@@ -31,7 +32,7 @@ LORA = {"rank": 4, "alpha": 8.0, "targets": [ALL_LINEAR]}
 
 
 def fresh(case: Case, groups: Any, seed: int = 1) -> MegatronEngine:
-    engine = MegatronEngine(EngineRequest(read_spec(case.model), "lm", settings_of(case), seed=seed), groups)
+    engine = MegatronEngine(EngineRequest(read_spec(case.model), case.head, settings_of(case), seed=seed), groups)
     engine.load(HfReader(case.model))
     return engine
 
@@ -188,6 +189,29 @@ def test_adapters_of_experts_are_resumed_on_other_ranks_and_read_by_peft(tmp_pat
     for model in (PeftModel.from_pretrained(base, tmp_path / "peft"), merged):
         with torch.no_grad():
             assert torch.allclose(torch.cat(peft_log_probs(model)), rows_of(before, "saved"), atol=2e-5)
+
+
+def test_score_head_is_trained_whole_and_saved_with_the_adapters(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    case = Case(str(make_tiny("qwen3", tmp_path / "model", head="score")), "", Layout(pp=2), LORA, head="score")
+    before = run_distributed(2, save, case, str(tmp_path / "saved"), timeout_s=LIMIT_S)
+    other = replace(case, layout=Layout(tp=2, sequence_parallel=True))
+    after = run_distributed(2, resume, other, str(tmp_path / "saved"), [], timeout_s=LIMIT_S)
+    assert torch.allclose(rows_of(after, "saved"), rows_of(before, "saved"), atol=2e-5)
+    assert after[0]["third"][1] == pytest.approx(before[0]["third"][1], rel=1e-4)
+    settings, source = settings_of(case), Path(case.model)
+    export_adapters(tmp_path / "saved", source, case.model, settings, torch.float32, tmp_path / "peft")
+    export_merged(tmp_path / "saved", source, settings, torch.float32, tmp_path / "merged")
+    held = load_file(tmp_path / "peft" / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert not torch.allclose(held, HfReader(source).whole("score.weight"), atol=1e-3), "the head was not trained"
+    base = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    tokens = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        found = [model(tokens).logits for model in (PeftModel.from_pretrained(base, tmp_path / "peft"), merged)]
+    assert torch.allclose(*found, atol=2e-5)
 
 
 def test_first_adapters_depend_on_seed_and_name_only(saved: tuple[Case, Path, list[dict[str, Any]]]) -> None:

@@ -80,6 +80,8 @@ def test_adapters_are_verified_with_random_values(tmp_path: Path) -> None:
     verified = layout.verify_layout(model_values("Qwen3-8B"), "lm", settings, 2, tmp_path / "model")
     assert verified.is_right, verified
     alone = ParityCase(str(tmp_path / "model"), "lm", parallel, 64)
+    values = layout.verify_layout(model_values("Qwen3-8B"), "score", settings, 2, tmp_path / "values" / "model")
+    assert values.is_right, values
     base, merged = (layout.transformers_scores(tmp_path / name, alone) for name in ("model", "merged"))
     assert abs(base - merged).max() > 1000 * verified.tolerance.scores
 

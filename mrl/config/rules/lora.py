@@ -8,7 +8,7 @@ from mrl.config.lora import ALL_LINEAR, MAX_ENGINE_RANK, REFUSED_TARGETS, TARGET
 from mrl.config.peft_settings import read_peft_settings
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
-from mrl.config.sft import AnyConfig, RmConfig
+from mrl.config.sft import AnyConfig
 from mrl.errors import ModelError, Problem, did_you_mean
 
 
@@ -17,10 +17,6 @@ def check_lora(config: AnyConfig) -> Iterator[Problem]:
         if model.lora is None:
             continue
         key = f"{role}.lora"
-        if role == "critic":
-            yield problem(key, "a critic cannot have adapters yet: it is trained whole", f"{key}=null")
-        elif isinstance(config, RmConfig):
-            yield problem(key, "a reward model cannot have adapters yet: it is trained whole", f"{key}=null")
         yield from _targets(f"{key}.targets", model.lora)
         if model.lora.path is not None:
             yield from _first_adapters(role, model.lora.path, model.lora, config.model_of(role)[1])
