@@ -27,7 +27,7 @@ class PeftReader:
         except (OSError, SafetensorError) as error:
             fix = "copy the file again: it may be incomplete"
             raise ModelError(f"cannot be read: {error}", where=str(self.file), fix=fix) from error
-        self.names = frozenset(self._open.keys())
+        self.names = frozenset(self._open.keys())  # type: ignore[no-untyped-call]
 
     @property
     def lora(self) -> LoraConfig:
