@@ -41,6 +41,8 @@ from mrl.verify.spawn import Device, run_distributed
 BUDGETS = (64, 1000)
 """Tokens per micro-batch in the first step: one run with many micro-batches, one with the whole batch in one."""
 _LIMIT_S = 900.0
+_ADAPTED_SIZE = 0.01
+"""Standard deviation of what random adapters add to a weight: half of the weight's own."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ def _random_adapters(spec: ModelSpec, lora: LoraConfig, model: Path, dtype: torc
     """Write random adapters, since new ones change nothing, and return settings that start from them."""
     path, generator = model.with_name("adapters"), torch.Generator().manual_seed(1)
     shapes = adapter_tensors(spec, lora)
-    values = {name: (0.1 * torch.randn(shape, generator=generator)).to(dtype) for name, shape in shapes.items()}
+    size = math.sqrt(_ADAPTED_SIZE / (lora.scale * math.sqrt(lora.rank)))
+    values = {name: (size * torch.randn(shape, generator=generator)).to(dtype) for name, shape in shapes.items()}
     write_peft(path, values, lora, str(model))
     return replace(lora, path=str(path))
 
