@@ -14,10 +14,12 @@ from typing import Any
 
 from mrl.cli.arguments import aligned
 from mrl.cli.export import ExportForm, export_role
+from mrl.config.peft_settings import read_peft_settings
 from mrl.config.resolved.load import Resolved, load_config, rename_models, settle_models
 from mrl.config.schema import Config
 from mrl.errors import SetupError
 from mrl.events import EventLog
+from mrl.hub import model_directory
 
 EXAMPLE = "mrl eval runs/laptop-ppo --checkpoint best --temperatures 0,0.6,1 --k 1,8"
 _SAMPLING = ("greedy", "temperature", "top_p", "top_k", "samples_per_prompt")
@@ -32,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="CONFIG | RUN | MODEL", help=described)
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values that override those of the file")
     parser.add_argument("--config", metavar="CONFIG", help="configuration to evaluate a model with")
+    parser.add_argument("--adapter", metavar="DIR", help="evaluate the model with the adapters in PEFT's files")
     parser.add_argument("--checkpoint", metavar="latest | best | STEP", help="checkpoint of a run (default latest)")
     parser.add_argument(
         "--temperatures", metavar="0,0.6,1", help="0 is greedy; default: the temperature in section validation"
@@ -48,11 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(arguments.output) if arguments.output else target / "eval.json" if is_run else Path("eval.json")
     _check_writable(output)
     with _private_directory(Path(chosen[0].config.run.dir)) as directory:
-        model, checkpoint = directory / "model" if is_run else None, None
-        if model is not None:
+        model, checkpoint, made = None, None, directory / "model"
+        if arguments.adapter:
+            model = made
+            _merge(chosen[0], arguments.adapter, made)
+        elif is_run:
+            model = made
             config, which = chosen[0].config, arguments.checkpoint or "latest"
             form = ExportForm(merge=config.actor.lora is not None)
-            checkpoint, *_ = export_role(config, target, which, "actor", form, model)
+            checkpoint, *_ = export_role(config, target, which, "actor", form, made)
         figures = _evaluate(chosen, directory, model)
     results = []
     for resolved, measured in zip(chosen, figures, strict=True):
@@ -63,6 +70,20 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join(aligned(_table(results))))
     print(output)
     return 0
+
+
+def _merge(resolved: Resolved[Config], adapter: str, out: Path) -> None:
+    """Write the model of a configuration with the adapters in PEFT's files."""
+    settings, config = read_peft_settings(adapter), settle_models(resolved).config
+    name = config.model.path
+    for _, problem, fix in settings.base_differences("actor", name):
+        raise SetupError(problem, where=adapter, fix=fix)
+    # These load torch.
+    from mrl.dtypes import torch_dtype
+    from mrl.engine.adapter_files import merge_peft
+
+    loss = merge_peft(adapter, model_directory(name, download=True), torch_dtype(config.actor.dtype), out)
+    print(f"{adapter}, merged: {loss}", file=sys.stderr)
 
 
 def _check_writable(output: Path) -> None:
@@ -80,6 +101,9 @@ def _check_writable(output: Path) -> None:
 def _source(arguments: argparse.Namespace, is_run: bool) -> tuple[str, list[str]]:
     """Return the configuration file, and the overrides for all evaluations."""
     shared, where = [*arguments.overrides, *_MEASURED], arguments.what
+    if arguments.adapter and is_run:
+        fix = "mrl export RUN OUT --merge, and then mrl eval on a model"
+        raise SetupError(f"--adapter needs a model or a configuration, but {where} is a run", fix=fix)
     if arguments.checkpoint and not is_run:
         raise SetupError(f"--checkpoint needs a run, but {where} is not a run")
     if is_run or not Path(where).is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from mrl.engine.base_digest import digest_of_sums, weighted_sum
 from mrl.engine.checkpoint_files import SavedFiles
 from mrl.engine.merging import RoundingLoss
 from mrl.errors import EngineError
-from mrl.models.adapters import adapter_names, adapter_tensors
+from mrl.models.adapters import adapter_names, adapter_tensors, target_of
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.hf_writer import HfWriter
+from mrl.models.peft_reader import PeftReader
 from mrl.models.regions import Shape, whole
-from mrl.models.table import float32_tensors, hf_tensors
+from mrl.models.table import SCORE, Head, float32_tensors, hf_tensors
+
+_PREFIX = "base_model.model."
 
 
 def export_adapters(
@@ -32,6 +36,8 @@ def export_adapters(
     """Write the adapters in `saved` as a PEFT directory for the model `base_name`. Return the number of tensors."""
     lora, checkpoint, shapes = _checked(saved, source, model)
     tensors = {name: _saved_tensor(checkpoint, name, shape).to(dtype) for name, shape in shapes.items()}
+    if SCORE in tensors:
+        tensors[_PREFIX + SCORE] = tensors.pop(SCORE)
     if target.exists():
         raise EngineError("already exists", where=str(target), fix="choose a new directory, or remove it")
     write_peft(target, tensors, lora, base_name)
@@ -43,21 +49,23 @@ def write_peft(target: Path, tensors: dict[str, Tensor], lora: LoraConfig, base_
     staged = target.with_name(f".{target.name}.partial")
     staged.mkdir(parents=True, exist_ok=True)
     save_file(tensors, staged / "adapter_model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(peft_settings(lora, base_name), indent=2)
+    text = json.dumps(peft_settings(lora, base_name, tensors), indent=2)
     files.write_text(staged / "adapter_config.json", text + "\n")
     files.publish_directory(staged, target)
 
 
-def peft_settings(lora: LoraConfig, base_name: str) -> dict[str, Any]:
-    """Return the content of PEFT's `adapter_config.json`."""
+def peft_settings(lora: LoraConfig, base_name: str, tensors: Collection[str]) -> dict[str, Any]:
+    """Return the content of PEFT's `adapter_config.json` for adapters with these names."""
+    scores = _PREFIX + SCORE in tensors
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
+        "modules_to_save": ["score"] if scores else None,
         "base_model_name_or_path": base_name,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(lora.modules),
+        "target_modules": sorted({target_of(name) for name in tensors if ".lora_" in name}),
         "bias": "none",
         "use_rslora": lora.rslora,
         "use_dora": False,
@@ -76,30 +84,64 @@ def export_merged(
     The files of `source` must be the model that was trained.
     """
     lora, checkpoint, adapters = _checked(saved, source, model)
-    spec, reader, loss = read_spec(source), HfReader(source), RoundingLoss()
-    shapes, wide = hf_tensors(spec, "lm"), float32_tensors(spec)
+    head: Head = "score" if SCORE in adapters else "lm"
+    merged = _Merged(source, head, lora, lambda name: _saved_tensor(checkpoint, name, adapters[name]))
     sums = []
-    with HfWriter(target, spec, source, "lm", dtype) as writer:
-        for name, shape in shapes.items():
-            base = reader.read(name, whole(shape)).to(torch.float32 if name in wide else torch_dtype(model.dtype))
-            sums.append(int(weighted_sum(base, whole(shape))))
+    with HfWriter(target, merged.spec, source, head, dtype) as writer:
+        for name, base, tensor in merged.tensors(torch_dtype(model.dtype), dtype):
+            sums.append(int(weighted_sum(base, whole(tuple(base.shape)))))
+            writer.write(name, tensor)  # rounds to the dtype in the file
+        if head == "score":
+            writer.write(SCORE, _saved_tensor(checkpoint, SCORE, adapters[SCORE]))
+        checkpoint.check_base(digest_of_sums(list(merged.shapes), sums), str(source))
+    return len(sums) + (head == "score"), merged.loss
+
+
+def merge_peft(path: str, source: Path, dtype: torch.dtype, target: Path, head: Head = "lm") -> RoundingLoss:
+    """Write the model `source` with the adapters of PEFT's files added in float32. Return the loss of rounding."""
+    reader = PeftReader(path)
+    merged = _Merged(source, head, reader.lora, lambda name: reader.read(name, whole(shapes[name])).float())
+    reader.check(merged.spec, reader.lora)
+    shapes = adapter_tensors(merged.spec, reader.lora)
+    with HfWriter(target, merged.spec, source, head, dtype) as writer:
+        for name, _, tensor in merged.tensors(dtype, dtype):
+            writer.write(name, tensor)
+        if head == "score":
+            writer.write(SCORE, HfReader(source).whole(SCORE))
+    return merged.loss
+
+
+class _Merged:
+    """A model with its adapters added, without a score head."""
+
+    def __init__(self, source: Path, head: Head, lora: LoraConfig, read: Callable[[str], Tensor]) -> None:
+        self.spec, self.loss = read_spec(source), RoundingLoss()
+        self.shapes = {name: shape for name, shape in hf_tensors(self.spec, head).items() if name != SCORE}
+        self._source, self._lora, self._read = source, lora, read
+
+    def tensors(self, trained: torch.dtype, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield name, frozen value as trained, and merged value in float32 of each tensor."""
+        reader, wide, scale = HfReader(self._source), float32_tensors(self.spec), self._lora.scale
+        adapters = adapter_tensors(self.spec, self._lora)
+        for name, shape in self.shapes.items():
+            base = reader.read(name, whole(shape)).to(torch.float32 if name in wide else trained)
             a, b = adapter_names(name)
             merged = base.float()
             if a in adapters:
-                low, up = (_saved_tensor(checkpoint, part, adapters[part]) for part in (a, b))
-                update = lora.scale * (up @ low)
+                update = scale * (self._read(b) @ self._read(a))
                 merged = merged + update
-                loss.add(update, base.to(dtype), merged.to(dtype))
-            writer.write(name, merged)  # rounds to the dtype in the file
-        checkpoint.check_base(digest_of_sums(list(shapes), sums), str(source))
-    return len(shapes), loss
+                self.loss.add(update, base.to(dtype), merged.to(dtype))
+            yield name, base, merged
 
 
 def _checked(saved: Path, source: Path, model: TrainedModelConfig) -> tuple[LoraConfig, SavedFiles, dict[str, Shape]]:
     lora = model.lora
     assert lora is not None, "only a model with adapters has them in its checkpoints"
-    checkpoint, shapes = SavedFiles(saved), adapter_tensors(read_spec(source), lora)
+    checkpoint, spec = SavedFiles(saved), read_spec(source)
     checkpoint.check_manifest()
+    shapes = adapter_tensors(spec, lora)
+    if SCORE in checkpoint.manifest["tensors"]:  # of a critic or a reward model
+        shapes = shapes | {SCORE: (1, spec.hidden)}
     checkpoint.check_lora(lora.identity)
     checkpoint.check_model(shapes)
     checkpoint.check_files(0, 1)

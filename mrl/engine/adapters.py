@@ -30,6 +30,7 @@ from mrl.engine.merging import Key, MergedWeights
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.separate_norms import check_separate_norms
+from mrl.errors import EngineError
 from mrl.models.adapters import AdapterPair, adapter_pairs, adapter_tensors
 from mrl.models.layout import RankPlace
 from mrl.models.regions import Region, Shape, slices
@@ -41,7 +42,7 @@ ReadBox = Callable[[str, Region], Tensor]
 
 
 class Adapters:
-    """The adapters of a model on this rank. Creating them freezes the model's own weights."""
+    """The adapters of a model on this rank. Creating them freezes the model's own weights, except a score head."""
 
     def __init__(self, chunks: Sequence[TokenModel], spec: ModelSpec, lora: LoraConfig, groups: ParallelGroups) -> None:
         self.lora, self._spec = lora, spec
@@ -51,21 +52,25 @@ class Adapters:
             chunk.requires_grad_(False)
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_with_gradient)
-        place = RankPlace(tp=groups.at.tp, pp=groups.at.pp)
+            if chunk.post_process and chunk.head == "score":
+                chunk.score.requires_grad_(True)
+        place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
         for pair in adapter_pairs(spec, lora, groups.parallel, place):
             self._attach(chunks[pair.weight.chunk], pair, groups)
         for chunk in chunks:
             check_separate_norms(chunk)
 
     def _attach(self, chunk: TokenModel, pair: AdapterPair, groups: ParallelGroups) -> None:
-        module: Any = chunk.get_submodule(pair.weight.name.removesuffix(".weight"))
+        module: Any = _linear_layer(chunk, pair.weight.name)
         assert tuple(module.weight.shape) == pair.weight.shape, f"{pair.weight.name} is not the table's"
         for name, shard in (("lora_a", pair.a), ("lora_b", pair.b)):
             parameter: Any = torch.nn.Parameter(
                 torch.empty(shard.shape, dtype=chunk.config.params_dtype, device=groups.device)
             )
-            parameter.tensor_model_parallel = shard.split  # Megatron's mark for the gradient norm
-            parameter.sequence_parallel = chunk.config.sequence_parallel and not shard.split
+            parameter.tensor_model_parallel = shard.split or shard.expert  # Megatron's mark for the gradient norm
+            parameter.sequence_parallel = chunk.config.sequence_parallel and not (shard.split or shard.expert)
+            if shard.expert:  # otherwise Megatron would reduce it over all data-parallel ranks
+                parameter.allreduce = groups.parallel.ep == 1 and groups.parallel.etp == groups.parallel.tp
             module.register_parameter(name, parameter)
         rows = _rows_of_outputs(pair)
         rows = None if rows is None else rows.to(groups.device)
@@ -86,13 +91,13 @@ class Adapters:
             return output
         value, bias = output
         low = linear(inputs[0], module.lora_a) * self.lora.scale
-        if pair.splits_columns:
+        if pair.split == "columns":
             reduce = reduce_scatter_to_sequence_parallel_region
             low = reduce(low) if sequence_parallel else reduce_from_tensor_model_parallel_region(low)
-        else:
+        elif pair.split == "rows":
             gather = gather_from_sequence_parallel_region
             low = gather(low) if sequence_parallel else copy_to_tensor_model_parallel_region(low)
-        lows = low.split(self.lora.rank, -1)
+        lows = torch.split(low, self.lora.rank, -1)
         factors = module.lora_b.split(list(pair.num_rows))
         if rows is None and not torch.is_grad_enabled():
             for target, part, factor in zip(torch.split(value, list(pair.num_rows), -1), lows, factors, strict=True):
@@ -126,10 +131,11 @@ class Adapters:
         """Return all adapters by PEFT's names, on the host of the first rank; nothing on the others. Call this on all
         ranks."""
         boxes: list[tuple[str, Region, Tensor]] = []
-        if groups.at.dp == groups.at.cp == 0:
-            for shard, parameter in self.held():
-                if shard.split or groups.at.tp == 0:
-                    boxes += [(x.hf, x.source, parameter.detach()[slices(x.target)].cpu()) for x in shard.pieces]
+        at = groups.at
+        for shard, parameter in self.held():
+            is_first_copy = at.edp == 0 if shard.expert else at.dp == at.cp == 0 and (shard.split or at.tp == 0)
+            if is_first_copy:
+                boxes += [(x.hf, x.source, parameter.detach()[slices(x.target)].cpu()) for x in shard.pieces]
         is_first = groups.at.rank == 0
         everything: list[Any] | None = [None] * torch.distributed.get_world_size() if is_first else None
         torch.distributed.gather_object(boxes, everything)
@@ -169,6 +175,16 @@ def _initial_value(name: str, shape: Shape, lora: LoraConfig, seed: int) -> Tens
     if lora.init == "gaussian":
         return torch.randn(shape, generator=generator) / lora.rank
     return torch.empty(shape).uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
+
+
+def _linear_layer(chunk: TokenModel, weight: str) -> Any:
+    """Return the layer of a weight. Raise an error if its experts are multiplied together."""
+    name = weight.removesuffix(".weight")
+    try:
+        return chunk.get_submodule(name)
+    except AttributeError as error:
+        what = f"`{name}` is part of experts that are multiplied together, which cannot have adapters yet"
+        raise EngineError(what, fix="set megatron.moe_grouped_gemm=false") from error
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:

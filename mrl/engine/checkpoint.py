@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ from mrl.engine.parallel import ParallelGroups
 from mrl.engine.weights import held_tensors
 from mrl.errors import EngineError, MrlError
 from mrl.models.regions import Region, Shape, is_exact_cover
-from mrl.models.table import Shard, hf_tensors
+from mrl.models.table import SCORE, Shard, hf_tensors
 
 if TYPE_CHECKING:
     from mrl.engine.engine import MegatronEngine
@@ -161,16 +162,18 @@ def _optimizer(engine: MegatronEngine) -> Optimizer:
 
 
 def _held(engine: MegatronEngine) -> Iterator[tuple[Shard, Tensor]]:
-    if engine.adapters is not None:
-        return engine.adapters.held()
-    return held_tensors(engine.models, engine.request.spec, engine.request.head, engine.groups)
+    held = held_tensors(engine.models, engine.request.spec, engine.request.head, engine.groups)
+    if engine.adapters is not None:  # a score head is trained whole
+        return chain(engine.adapters.held(), ((shard, tensor) for shard, tensor in held if shard.name == SCORE))
+    return held
 
 
 def _shapes(engine: MegatronEngine) -> dict[str, Shape]:
     """Return the tensors of a checkpoint of this engine."""
+    spec, head = engine.request.spec, engine.request.head
     if engine.adapters is not None:
-        return engine.adapters.tensors
-    return hf_tensors(engine.request.spec, engine.request.head)
+        return engine.adapters.tensors | ({SCORE: (1, spec.hidden)} if head == "score" else {})
+    return hf_tensors(spec, head)
 
 
 def _lora(engine: MegatronEngine) -> dict[str, Any] | None:

@@ -31,8 +31,9 @@ from mrl.engine.router_replay import RouterReplay
 from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, score
 from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader
+from mrl.models.peft_reader import PeftReader
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Head, hf_tensors
+from mrl.models.table import SCORE, Head, hf_tensors
 
 Rows = npt.NDArray[np.int64]
 
@@ -70,8 +71,7 @@ class MegatronEngine:
     def __init__(self, request: EngineRequest, groups: ParallelGroups) -> None:
         self.request, self.groups = request, groups
         settings = request.settings
-        adapted = request.lora is not None
-        model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron, adapted)
+        model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron, request.lora)
         self.config = transformer_config(model, groups)
         self.models = build_chunks(model, self.config, groups)
         self.adapters: Adapters | None = None
@@ -104,12 +104,21 @@ class MegatronEngine:
         reader.check(request.spec, request.head, request.new_head)
         weights.load(self.models, reader, request.spec, request.head, self.groups)
         if self.adapters is not None:
-            self.adapters.initialize(request.seed)
+            self._first_adapters(self.adapters)
         if isinstance(request.settings, TrainedModelConfig):
             self.optimizer = Optimizer(self.models, request.settings)
         held = weights.held_tensors(self.models, request.spec, request.head, self.groups)
         frozen = [tensor for shard, tensor in held if not shard.trained]
         self.memory = DeviceMemory(self.models, self.optimizer, self.groups.device, frozen)
+
+    def _first_adapters(self, adapters: Adapters) -> None:
+        """Read the adapters from PEFT's files, or draw them."""
+        if adapters.lora.path is None:
+            adapters.initialize(self.request.seed)
+            return
+        files = PeftReader(adapters.lora.path)
+        files.check(self.request.spec, adapters.lora)
+        adapters.fill(files.read)
 
     def base_digest(self) -> str:
         """Return the digest of the frozen weights of a model with adapters, otherwise an empty string.
@@ -123,10 +132,11 @@ class MegatronEngine:
             held = [
                 (shard, tensor)
                 for shard, tensor in weights.held_tensors(self.models, request.spec, request.head, self.groups)
-                if is_first_copy(shard, at.etp if shard.expert else at.tp)
+                if shard.name != SCORE  # trained whole
+                and is_first_copy(shard, at.etp if shard.expert else at.tp)
                 and (at.edp if shard.expert else at.dp + at.cp) == 0
             ]
-            names = list(hf_tensors(request.spec, request.head))
+            names = [name for name in hf_tensors(request.spec, request.head) if name != SCORE]
             sums = tensor_sums(names, held, self.groups.device)
             torch.distributed.all_reduce(sums)
             self._base_digest = digest_of_sums(names, sums.tolist())

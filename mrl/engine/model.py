@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from mrl.config.lora import LoraConfig
 from mrl.dtypes import torch_dtype
 from mrl.engine.expert_biases import activation, separate_outputs
 from mrl.engine.latent_attention import set_frequencies
@@ -39,8 +40,8 @@ class ModelRequest:
     head: Head
     dtype: str
     megatron: dict[str, Any]
-    adapted: bool = False
-    """Whether linear layers get adapters, which read the output of the norm in front of them."""
+    lora: LoraConfig | None = None
+    """Adapters that linear layers will get. They read the output of the norm in front of the layer."""
 
 
 def transformer_config(request: ModelRequest, groups: ParallelGroups) -> TransformerConfig:
@@ -83,7 +84,11 @@ def transformer_config(request: ModelRequest, groups: ParallelGroups) -> Transfo
         # micro-batches or multiply it by the context parallel size, or average gradients over ranks.
         "calculate_per_token_loss": True,
     }
-    fused = fused_kernels(request.spec) if has_transformer_engine() else {"gradient_accumulation_fusion": False}
+    fused = (
+        fused_kernels(request.spec, request.lora)
+        if has_transformer_engine()
+        else {"gradient_accumulation_fusion": False}
+    )
     for name, value in request.megatron.items():
         if name in settings and value != settings[name]:
             raise EngineError(
@@ -109,7 +114,7 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
         if has_transformer_engine():
             config.gradient_accumulation_fusion = False
         layers = block_spec(config, number)
-        if request.adapted and has_transformer_engine():
+        if request.lora is not None and has_transformer_engine():
             separate_norms(layers)
         super().__init__(
             config=config,

@@ -6,10 +6,12 @@ B's stacked in the same order; the rows of B are those of the modules that the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from mrl.config.lora import ALL_LINEAR, MLP_TARGETS, LoraConfig
+from mrl.config.lora import ALL_LINEAR, LoraConfig
 from mrl.config.schema import ParallelConfig
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES
@@ -22,13 +24,15 @@ from mrl.models.table import Shard, layers_of_rank, shard_of
 ADAPTER_SUFFIXES = (".lora_a", ".lora_b")
 """Ends of the names of adapters in Megatron's modules."""
 _PREFIX = "base_model.model."
-_ADAPTED = (
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_proj.weight",
-    "mlp.linear_fc1.weight",
-    "mlp.linear_fc2.weight",
+_ADAPTED = tuple(
+    f"{module}.weight"
+    for module in (
+        *(f"self_attention.linear_{name}" for name in ("qkv", "proj", "q_proj", "q_down_proj", "q_up_proj")),
+        "self_attention.linear_kv_down_proj",
+        *(f"{mlp}.linear_{name}" for mlp in ("mlp", "mlp.shared_experts") for name in ("fc1", "fc2")),
+    )
 )
-"""Megatron's weights that can have adapters."""
+"""Megatron's weights outside experts that can have adapters."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,9 @@ class AdapterPair:
     """Rows of `b` for each module."""
     outputs: tuple[tuple[int, int], ...]
     """Ranges of the weight's rows, and so of its outputs, that the rows of `b` belong to, in the order of `b`."""
-    splits_columns: bool
-    """Whether tensor ranks split the inputs, and sum the outputs, instead of splitting the outputs."""
+    split: Literal["rows", "columns"] | None
+    """Whether tensor ranks split the outputs of the weight, or its inputs, and then sum the outputs. None: each rank
+    computes the product for its own tokens, as for an expert."""
 
 
 def adapter_names(hf: str) -> tuple[str, str]:
@@ -54,68 +59,94 @@ def adapter_names(hf: str) -> tuple[str, str]:
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
+def target_of(adapter: str) -> str:
+    """Return the name by which PEFT's settings choose the module of an adapter."""
+    return adapter.removesuffix(".weight").rpartition(".")[0].rpartition(".")[2]
+
+
 def adapter_tensors(spec: ModelSpec, lora: LoraConfig) -> dict[str, Shape]:
     """Return the names and shapes of all adapters in PEFT's files."""
     check_targets(spec, lora)
     tensors: dict[str, Shape] = {}
     for layer in range(spec.num_layers):
         for name, shape in FAMILIES[spec.family].tensors(spec, layer).items():
-            if _module(name) in lora.modules and len(shape) == 2:
+            if is_target(name, shape, lora):
                 a, b = adapter_names(name)
                 tensors |= {a: (lora.rank, shape[1]), b: (shape[0], lora.rank)}
     return tensors
 
 
+def is_target(hf: str, shape: Shape, lora: LoraConfig) -> bool:
+    return len(shape) == 2 and _module(hf) in lora.modules
+
+
+def adapter_flops_per_token(spec: ModelSpec, lora: LoraConfig) -> float:
+    """Return the forward FLOPs of the adapters for one token, with the experts that it uses."""
+    used = spec.moe.experts_per_token / spec.moe.num_experts if spec.moe else 1.0
+    sizes = adapter_tensors(spec, lora).items()
+    return 2 * sum(math.prod(shape) * (used if ".experts." in name else 1) for name, shape in sizes)
+
+
 def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
-    """Raise an error if the model has no such target, or if a target includes modules that cannot have adapters."""
-    if spec.mla is not None:
-        raise ModelError(f"multi-latent attention cannot have adapters yet, as in family {spec.family}")
+    """Raise an error if the model has no such target, or if no module of it can have adapters."""
     if spec.sinks:
         raise ModelError(f"family {spec.family} cannot have adapters yet: no test covers them next to its biases")
     if spec.gdn is not None:
         raise ModelError(f"linear attention cannot have adapters yet, as in family {spec.family}")
-    if spec.moe is not None and (wrong := sorted(lora.modules & set(MLP_TARGETS))):
-        what = f"experts cannot have adapters yet, but {', '.join(wrong)} are targets in a model of family"
-        raise ModelError(f"{what} {spec.family}", fix="choose targets of the attention, such as [q_proj, v_proj]")
-    adaptable = {
-        _module(rows.hf)
-        for layers in spec.layers_by_kind().values()
-        for parameter in FAMILIES[spec.family].parameters(spec, layers[0])
-        if parameter.name in _ADAPTED
-        for part in parameter.parts
-        for rows in part
-    }
-    linear = {
+    if ALL_LINEAR in lora.targets:
+        return
+    modules = {
         _module(name)
         for layers in spec.layers_by_kind().values()
         for name, shape in FAMILIES[spec.family].tensors(spec, layers[0]).items()
         if len(shape) == 2
     }
-    wanted = linear if ALL_LINEAR in lora.targets else lora.modules
-    if missing := sorted(wanted - adaptable):
-        problem = f"modules of a {spec.family} that can have adapters are {', '.join(sorted(adaptable))}"
+    if missing := [name for name in lora.targets if not modules & LoraConfig(rank=1, alpha=1, targets=[name]).modules]:
+        can = sorted(modules & LoraConfig(rank=1, alpha=1).modules)
+        problem = f"modules of a {spec.family} that can have adapters are {', '.join(can)}"
         raise ModelError(f"{problem}; not {', '.join(missing)}", fix="set lora.targets to some of the former")
 
 
+def check_experts_whole(layout: ParallelConfig, spec: ModelSpec, lora: LoraConfig) -> None:
+    """Raise an error if an expert with adapters would be split over ranks."""
+    if spec.moe is not None and lora.has_expert_targets and layout.etp > 1:
+        what = f"parallel.etp is {layout.etp}: an expert with adapters cannot be split over ranks yet"
+        raise ModelError(what, fix="set parallel.etp=1")
+
+
 def adapter_pairs(spec: ModelSpec, lora: LoraConfig, layout: ParallelConfig, place: RankPlace) -> Iterator[AdapterPair]:
-    """Yield the adapters that a rank holds. They depend only on its place in tp and pp."""
+    """Yield the adapters that a rank holds. They depend only on its place in tp, pp and ep."""
     check_layout(layout, spec)
     check_targets(spec, lora)
+    check_experts_whole(layout, spec, lora)
+    family, num_local = FAMILIES[spec.family], spec.moe.num_experts // layout.ep if spec.moe else 0
     for chunk, prefix, layer in layers_of_rank(spec, layout, place):
-        for parameter in FAMILIES[spec.family].parameters(spec, layer):
-            held = dict.fromkeys(rows.hf for part in parameter.parts for rows in part)
-            targets = [hf for hf in held if _module(hf) in lora.modules]
-            if parameter.name in _ADAPTED and targets:
-                yield _pair((chunk, prefix), parameter, targets, lora.rank, (place.tp, layout.tp))
+        for parameter in family.parameters(spec, layer):
+            if parameter.name in _ADAPTED and (targets := _targets(parameter, lora)):
+                weight = shard_of(chunk, prefix + parameter.name, parameter, place.tp, layout.tp)
+                yield _pair(weight, parameter, targets, lora.rank, (place.tp, layout.tp))
+        for local in range(num_local) if spec.has_experts(layer) and lora.has_expert_targets else ():
+            expert = f"{prefix}mlp.experts.local_experts.{local}."
+            for parameter in family.expert(spec, layer, place.ep * num_local + local):
+                if targets := _targets(parameter, lora):
+                    whole = replace(parameter, split=None)
+                    yield _pair(
+                        shard_of(chunk, expert + whole.name, whole, 0, 1, expert=True), whole, targets, lora.rank
+                    )
+
+
+def _targets(parameter: Parameter, lora: LoraConfig) -> list[str]:
+    """Return the Hugging Face tensors in a weight that have adapters."""
+    held = dict.fromkeys(rows.hf for part in parameter.parts for rows in part)
+    return [hf for hf in held if _module(hf) in lora.modules]
 
 
 def _pair(
-    where: tuple[int, str], parameter: Parameter, targets: list[str], rank: int, place: tuple[int, int]
+    weight: Shard, parameter: Parameter, targets: list[str], rank: int, place: tuple[int, int] = (0, 1)
 ) -> AdapterPair:
-    """Return the adapters of a weight in a chunk, below a prefix, for one of some tensor ranks."""
-    (chunk, prefix), (tp_rank, tp) = where, place
-    weight = shard_of(chunk, prefix + parameter.name, parameter, tp_rank, tp)
-    linear, splits_columns = prefix + parameter.name.removesuffix("weight"), parameter.split == "columns"
+    """Return the adapters of a weight, for one of some tensor ranks."""
+    (tp_rank, tp), linear = place, weight.name.removesuffix("weight")
+    splits_columns = parameter.split == "columns"
     stacked = tuple((RowRange(adapter_names(hf)[0], 0, rank),) for hf in targets)
     a = Parameter(f"{linear}lora_a", stacked, parameter.columns, "columns" if splits_columns else None)
     pieces: list[Piece] = []
@@ -134,9 +165,10 @@ def _pair(
     if not outputs:
         what = f"tensor rank {tp_rank} of {tp} holds no outputs of {', '.join(map(_module, targets))}"
         raise ModelError(what, fix="choose a smaller parallel.tp, or add q_proj to lora.targets")
-    b = Shard(chunk, f"{linear}lora_b", (end, rank), tuple(pieces), (), expert=False, split=not splits_columns)
-    a_shard = shard_of(chunk, a.name, a, tp_rank, tp)
-    return AdapterPair(weight, a_shard, b, tuple(num_rows), tuple(outputs), splits_columns)
+    b_shape, splits_rows = (end, rank), parameter.split == "rows"
+    b = Shard(weight.chunk, f"{linear}lora_b", b_shape, tuple(pieces), (), expert=weight.expert, split=splits_rows)
+    a_shard = shard_of(weight.chunk, a.name, a, tp_rank, tp, expert=weight.expert)
+    return AdapterPair(weight, a_shard, b, tuple(num_rows), tuple(outputs), parameter.split)
 
 
 def _module(hf: str) -> str:

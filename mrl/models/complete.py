@@ -29,8 +29,11 @@ def check_complete(spec: ModelSpec, layout: ParallelConfig, head: Head) -> None:
 
 def check_adapters_complete(spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig) -> None:
     """Raise an error, with a list of problems, unless each element of each target's A and B is held exactly once."""
-    placed = [RankPlace(tp=tp, pp=pp) for pp in range(layout.pp) for tp in range(layout.tp)]
-    pairs = [(place, pair) for place in placed for pair in adapter_pairs(spec, lora, layout, place)]
+    pairs = []
+    for tp, pp, ep in product(range(layout.tp), range(layout.pp), range(layout.ep)):
+        place = RankPlace(tp=tp, pp=pp, ep=ep)
+        held = adapter_pairs(spec, lora, layout, place)
+        pairs += [(place, pair) for pair in held if (tp if pair.weight.expert else ep) == 0]
     shards = [(place, shard) for place, pair in pairs for shard in (pair.a, pair.b)]
     if problems := [*_local_problems(shards), *_hf_problems(adapter_tensors(spec, lora), layout, shards)]:
         raise ModelError(f"the adapters of {spec.family} are not complete for {layout}:{problem_list(problems)}")

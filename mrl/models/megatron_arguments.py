@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mrl.config.lora import LoraConfig
 from mrl.models.rope import YarnScaling
 from mrl.models.spec import ModelSpec, MoeSpec
 
@@ -127,16 +128,18 @@ def _moe_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def fused_kernels(spec: ModelSpec) -> dict[str, bool]:
+def fused_kernels(spec: ModelSpec, lora: LoraConfig | None = None) -> dict[str, bool]:
     """Return the arguments of `TransformerConfig` that fuse kernels, including all experts of a layer.
 
     Transformer Engine has these kernels on GPUs. Engines and plans use them unless the user sets something else.
+    Experts with adapters are multiplied one by one.
     """
     names = ["bias_activation_fusion", "gradient_accumulation_fusion"]
     if spec.mla is None:
         names.append("apply_rope_fusion")
     if spec.moe is not None:
-        names += ["moe_grouped_gemm", "moe_permute_fusion"]
+        has_adapters = lora is not None and lora.has_expert_targets
+        names += ["moe_permute_fusion", *([] if has_adapters else ["moe_grouped_gemm"])]
     return dict.fromkeys(names, True)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from mrl.config.lora import ENGINE_TARGETS, padded_rank
 from mrl.config.schema import ParallelConfig, RolloutConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.errors import ModelError
@@ -113,6 +114,22 @@ def _is_linear(tensor: Fused) -> bool:
     """Return whether a tensor is the matrix of a linear layer or of experts, and no gate."""
     name = tensor.name.removesuffix(".weight")
     return ".layers." in name and len(tensor.shape) > 1 and not name.endswith(("gate", "router", "conv1d"))
+
+
+@cache
+def adapter_slot_bytes(spec: ModelSpec, tp: int, rank: int, dtype: str) -> int:
+    """Return the bytes of the first worker's slot for adapters: an A and a B for each module of the files, also if it
+    is not a target."""
+    if rank == 0:
+        return 0
+    elements = 0
+    for layers in spec.layers_by_kind().values():
+        for tensor in layer_tensors(spec, EngineSizes(tp), 0, layers[0]):
+            module = tensor.name.removesuffix(".weight").rpartition(".")[2]
+            if num_parts := ENGINE_TARGETS.get(module):
+                rows, columns = tensor.shape
+                elements += len(layers) * padded_rank(rank) * (num_parts * columns + rows)
+    return elements * ITEM_BYTES[dtype]
 
 
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:

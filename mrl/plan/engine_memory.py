@@ -78,6 +78,7 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     return EngineMemory(
         parts=(
             ("weights", demand.weight_bytes, held),
+            *([("adapters", demand.adapter_bytes, "vLLM's slot for one adapter")] if demand.adapter_rank else []),
             ("work space", work, f"{tokens} tokens of a prefill, three copies of the logits of {sequences} sequences"),
             (RESERVE, reserve, "assumed, for an engine's process, including captured graphs"),
             ("cache", max(0, cache), origin),

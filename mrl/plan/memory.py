@@ -277,7 +277,9 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
         yield Phase("weights", pool, (*awake, receiver, buckets))
         yield Phase("rollout", pool, (*awake, receiver))
     elif rollout_pool(config) == pool:
-        taking = [item for item in awake if item.what in ("weights", RESERVE)] if config.sync.offload else awake
+        taking = (
+            [item for item in awake if item.what in ("weights", "adapters", RESERVE)] if config.sync.offload else awake
+        )
         counts = Item(
             "rollout", "counts", engine.count_bytes, "token counts per sequence, in the memory pool of the weights"
         )

@@ -104,7 +104,10 @@ def make_plan_input(
     specs = model_specs(config, model)
     device = hardware(hardware_name or config.cluster.hardware or DEFAULT)
     roles = config.model_roles().items()
-    fused = {f"{role}.megatron": fused_kernels(specs[role]) | model.megatron for role, model in roles}
+    fused = {
+        f"{role}.megatron": fused_kernels(specs[role], getattr(model, "lora", None)) | model.megatron
+        for role, model in roles
+    }
     subject = Planned(config, specs, device).with_changes_unchecked(fused)
     if problems := list(subject.problems()):
         raise ConfigError([resolved.located(problem) for problem in problems])

@@ -24,6 +24,7 @@ from mrl.config.arithmetic import (
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig
 from mrl.dtypes import ITEM_BYTES
+from mrl.models.adapters import adapter_flops_per_token
 from mrl.models.layout import layers_of_chunk
 from mrl.models.rollout_table import EngineSizes, engine_bytes
 from mrl.models.spec import ModelSpec
@@ -260,6 +261,8 @@ def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> d
     tokens, room = samples * lengths.whole, model.max_tokens_per_device * mesh.cp
     per_update = max(1, math.ceil(tokens / num_updates / mesh.dp / room))
     flops = passes * samples * spec.sequence_flops(math.ceil(lengths.whole))
+    if trains and (lora := config.trained_roles()[role].lora):  # frozen weights have no gradients
+        flops += tokens * (passes * adapter_flops_per_token(spec, lora) - spec.flops_per_token)
     parts = {
         "matrix products": flops / (mesh.world_size * device.flops_per_s * ASSUMPTIONS.train_efficiency),
         "launches": passes * per_update * num_updates * _layer_launches_s(subject, role) / mesh.pp,

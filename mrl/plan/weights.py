@@ -71,7 +71,7 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
         return WeightBytes(held, 0, 0, 0, 0, 0, held)  # moved to one buffer after loading
     rank_buffers = buffers(spec, model, mesh, head, stage)
     if model.lora is not None:
-        return _with_adapters(spec, model, mesh, rank_buffers, stage)
+        return _with_adapters(spec, model, mesh, rank_buffers, head, stage)
     owned = [min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in rank_buffers]
     copied = sum(n for n, buffer in zip(owned, rank_buffers, strict=True) if item < 4 and not buffer.is_float32)
     gradient_item = 4 if model.ddp.get("grad_reduce_in_fp32", True) else item
@@ -99,15 +99,17 @@ def stage_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head:
 
 
 def _with_adapters(
-    spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, rank_buffers: Sequence[Buffer], stage: int
+    spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, rank_buffers: Sequence[Buffer], head: Head, stage: int
 ) -> WeightBytes:
-    """Return the bytes of a frozen model with adapters. Only the adapters have gradients and optimizer state."""
+    """Return the bytes of a frozen model with adapters. Only they and a score head have gradients and optimizer
+    state."""
     item = ITEM_BYTES[model.dtype]
     owned = [min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in rank_buffers]
     frozen = MegatronModelConfig(parallel=model.parallel, dtype=model.dtype, max_tokens_per_device=1)
-    base = stage_weights(spec, frozen, mesh, "lm", stage).parameters
+    score = spec.hidden * item * (head == "score" and stage == model.parallel.pp - 1)  # in the buffers
+    base = stage_weights(spec, frozen, mesh, head, stage).parameters - score
     copied = sum(owned) * (item < 4)
-    largest = max(size for _, size in _adapters(spec, model, stage)) * item
+    largest = max(size for *_, size in _adapters(spec, model, head, stage)) * item
     return WeightBytes(
         base + sum(buffer.num_padded for buffer in rank_buffers) * item,
         sum(buffer.num_padded for buffer in rank_buffers) * (4 if model.ddp.get("grad_reduce_in_fp32", True) else item),
@@ -119,12 +121,18 @@ def _with_adapters(
     )
 
 
-def _adapters(spec: ModelSpec, model: TrainedModelConfig, stage: int) -> list[tuple[int, int]]:
-    """Return chunk and elements of each adapter on the first rank of a stage, in the order of Megatron's modules."""
+def _adapters(spec: ModelSpec, model: TrainedModelConfig, head: Head, stage: int) -> list[tuple[int, bool, int]]:
+    """Return chunk, whether it belongs to an expert, and elements of each adapter on the first rank of a stage, and of
+    a score head.
+
+    They are in the order of Megatron's modules.
+    """
     assert model.lora is not None, "only a model with adapters has them"
     pairs = adapter_pairs(spec, model.lora, model.parallel, RankPlace(pp=stage))
-    ordered = sorted(pairs, key=lambda pair: (pair.weight.chunk, not pair.splits_columns))  # linear_proj comes first
-    return [(shard.chunk, math.prod(shard.shape)) for pair in ordered for shard in (pair.a, pair.b)]
+    ordered = sorted(pairs, key=lambda pair: (pair.weight.chunk, pair.split != "columns"))  # linear_proj comes first
+    held = [(shard.chunk, shard.expert, math.prod(shard.shape)) for pair in ordered for shard in (pair.a, pair.b)]
+    has_score = head == "score" and stage == model.parallel.pp - 1
+    return [*held, *([(model.parallel.vpp - 1, False, spec.hidden)] if has_score else [])]
 
 
 def _item(buffer: Buffer, item: int) -> int:
@@ -148,15 +156,9 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
     """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters, one for float32 parameters in
     a 16-bit model, and one for experts that are reduced over other ranks."""
     layout, dense_owners = model.parallel, mesh.dp * mesh.cp
-    if model.lora is not None:
-        chunks = [[size for chunk, size in _adapters(spec, model, stage) if chunk == n] for n in range(layout.vpp)]
-        multiple = math.lcm(dense_owners, _bucket_multiple(model))
-        limits = [_bucket_limit(model, dense_owners) if stage == number == 0 else None for number in range(layout.vpp)]
-        return [
-            Buffer(sum(own), sum(_padded_buckets(own, limit, multiple)), dense_owners)
-            for own, limit in zip(chunks, limits, strict=True)
-        ]
     separate_experts = mesh.ep > 1 or mesh.etp != mesh.tp
+    if model.lora is not None:
+        return list(_adapter_buffers(_adapters(spec, model, head, stage), model, mesh, stage, separate_experts))
     is_wide = ITEM_BYTES[model.dtype] == 4
     made = []
     for chunk in range(layout.vpp):
@@ -178,6 +180,23 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
                 padded = sum(_padded_buckets(members, limit, multiple)) + sum(round_up(n, multiple) for n in separate)
                 made.append(Buffer(sum(members) + sum(separate), padded, owners, is_float32))
     return made
+
+
+def _adapter_buffers(
+    adapters: Sequence[tuple[int, bool, int]],
+    model: TrainedModelConfig,
+    mesh: Mesh,
+    stage: int,
+    separate_experts: bool,
+) -> Iterator[Buffer]:
+    dense_owners = mesh.dp * mesh.cp
+    for chunk in range(model.parallel.vpp):
+        limit = _bucket_limit(model, dense_owners) if stage == chunk == 0 else None
+        for of_experts, owners in ((False, dense_owners), (True, mesh.edp)):
+            held = [n for at, expert, n in adapters if at == chunk and (expert and separate_experts) == of_experts]
+            if held:
+                padded = sum(_padded_buckets(held, limit, math.lcm(owners, _bucket_multiple(model))))
+                yield Buffer(sum(held), padded, owners)
 
 
 class _Dense(NamedTuple):

@@ -16,7 +16,7 @@ from mrl.config.arithmetic import role_batch, role_mesh, samples_per_step, updat
 from mrl.config.resolved.load import Resolved
 from mrl.config.rules.components import missing_modules
 from mrl.config.schema import ClusterConfig, Config
-from mrl.config.sft import AnyConfig, SftConfig
+from mrl.config.sft import AnyConfig, DpoConfig, RmConfig, SftConfig
 from mrl.config.step_calls import SAMPLE_COLUMNS, step_calls
 from mrl.config.values import leaves_of
 from mrl.errors import ConfigError, ModelError, MrlError, PlacementError, Problem
@@ -72,6 +72,7 @@ def check_offline(resolved: Resolved[Any], hardware_name: str | None) -> Iterato
     yield from check_batch(resolved.config)
     yield from check_columns(resolved.config)
     yield from check_experts(resolved.config)
+    yield from check_adapters(resolved.config)
     yield from guarded("memory", check_memory(resolved, hardware_name))
     if resolved.config.cluster.device == "gpu":
         yield check_rehearsed(resolved)
@@ -136,6 +137,24 @@ def check_experts(config: AnyConfig) -> Iterator[CheckResult]:
         what += "may collapse, because engine and trainer route some tokens to different experts"
         fix = f"batch.samples_per_update={samples_per_step(config.batch)}, algorithm.correction={{}}, "
         yield warn("experts", what, f"{fix}or algorithm.loss.policy=gspo")
+
+
+_USUAL_RATE = {DpoConfig: 5e-7, RmConfig: 2e-6, SftConfig: 1e-5, Config: 1e-6}
+"""Learning rate of all weights in the presets."""
+_CRITIC_RATE = 5e-6
+_ADAPTERS_RATE = 10.0
+"""Usual learning rate of adapters, relative to that of all weights."""
+
+
+def check_adapters(config: AnyConfig) -> Iterator[CheckResult]:
+    """Warn about adapters with a learning rate for all weights: below a third of what adapters usually need."""
+    whole = next(rate for kind, rate in _USUAL_RATE.items() if isinstance(config, kind))
+    for role, model in config.trained_roles().items():
+        rate, usual = model.optimizer.get("lr"), _ADAPTERS_RATE * (_CRITIC_RATE if role == "critic" else whole)
+        if model.lora is not None and rate is not None and rate < usual / 3:
+            key = f"{role}.optimizer.lr"
+            what = f"{rate:g} is usual for all weights; adapters usually need about ten times as much, here {usual:g}"
+            yield warn(key, what, f"{key}={usual:g}, unless you have tried this one")
 
 
 def check_columns(config: AnyConfig) -> Iterator[CheckResult]:

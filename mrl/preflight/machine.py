@@ -25,6 +25,7 @@ from mrl.plan.known_models import model_spec
 from mrl.plan.memory import gib
 from mrl.preflight.findings import (
     CheckResult,
+    check_adapters,
     check_columns,
     check_experts,
     check_machine,
@@ -74,6 +75,7 @@ def check_start(resolved: Resolved[Any]) -> Iterator[CheckResult]:
     yield from check_own_parts(config)
     yield from check_columns(config)
     yield from check_experts(config)
+    yield from check_adapters(config)
     yield from check_planned_memory(resolved)
     yield from check_disk(config)
     if config.cluster.ray_address is None:

@@ -71,9 +71,9 @@ def rehearse_rank(request: Request) -> RankReport:
         messages = StageMessages(layout.tp if layout.sequence_parallel else 1)
         routing = _routing(mesh.coordinates(rank).ep, layout.ep, subject.specs[role], request.routing)
         trained = config.trained_roles().get(role)
-        adapted = trained is not None and trained.lora is not None
+        lora = trained.lora if trained is not None else None
         by_hand = [
-            *gpu_kernels(adapted=adapted),
+            *gpu_kernels(adapted=lora is not None, adapted_experts=lora is not None and lora.has_expert_targets),
             *answers(messages, routing),
             *without_engines(),
             *_without_files_or_peers(),

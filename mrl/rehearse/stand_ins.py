@@ -55,8 +55,9 @@ def replaced(attributes: Replaced) -> Iterator[None]:
             delattr(owner, name) if original is _MISSING else setattr(owner, name, original)
 
 
-def gpu_kernels(*, adapted: bool = False) -> Replaced:
-    """Return kernels of GPUs instead of the CPU's own code. Layers with adapters have separate norms."""
+def gpu_kernels(*, adapted: bool = False, adapted_experts: bool = False) -> Replaced:
+    """Return kernels of GPUs instead of the CPU's own code. Layers with adapters have separate norms, and
+    experts with adapters are multiplied one by one."""
     fused = (layer_spec, "_local_layer", kernels.layer_of(layer_spec._local_layer))
     return [
         # The vocabulary head has smaller tiles on a CPU, and multiplies in float32 there.
@@ -69,7 +70,7 @@ def gpu_kernels(*, adapted: bool = False) -> Replaced:
         (rope_utils, "fused_apply_rotary_pos_emb_thd", kernels.rotate),
         (fused_bias_swiglu, "swiglu", kernels.swiglu),
         (fused_bias_swiglu, "swiglu_back", kernels.swiglu_back),
-        (SequentialMLP, "forward", kernels.experts),
+        *([] if adapted_experts else [(SequentialMLP, "forward", kernels.experts)]),
         (linear_layers, _ONLY_WITH_APEX, kernels.AddToBuffer),
         (linear_layers, "_grad_accum_fusion_available", True),
         (optimizer, "Adam", partial(torch.optim.AdamW, fused=True)),

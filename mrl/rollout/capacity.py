@@ -10,7 +10,7 @@ from mrl.config.arithmetic import longest_sample_tokens, num_engines, samples_pe
 from mrl.config.hardware import DEFAULT_UTILIZATION, ENGINE_RESERVE_BYTES
 from mrl.config.schema import Config
 from mrl.dtypes import ITEM_BYTES
-from mrl.models.rollout_table import engine_bytes
+from mrl.models.rollout_table import adapter_slot_bytes, engine_bytes
 from mrl.models.spec import ModelSpec
 from mrl.models.windows import window_elements
 from mrl.rollout.quantization import FP8_BYTES, cache_bytes_per_element, is_online_fp8
@@ -46,6 +46,8 @@ class EngineDemand:
     """Result of `engine_share`."""
     vllm: Mapping[str, Any]
     """The user's `rollout.vllm`."""
+    adapter_rank: int = 0
+    """Rank of the adapters that the engine applies; 0 for plain weights."""
 
     @property
     def item_bytes(self) -> int:
@@ -69,6 +71,10 @@ class EngineDemand:
         return engine_bytes(self.spec, self.tp, self.dtype, linear_bytes)[0]
 
     @property
+    def adapter_bytes(self) -> int:
+        return adapter_slot_bytes(self.spec, self.tp, self.adapter_rank, self.dtype)
+
+    @property
     def utilization(self) -> float:
         utilization: float = self.vllm.get("gpu_memory_utilization", DEFAULT_UTILIZATION)
         return utilization
@@ -81,7 +87,7 @@ class EngineDemand:
         """Return the bytes left for keys and values; negative if the rest does not fit."""
         if self.vllm.get("kv_cache_memory_bytes") is not None:
             return int(self.vllm["kv_cache_memory_bytes"])
-        used = self.weight_bytes + work_bytes + ENGINE_RESERVE_BYTES
+        used = self.weight_bytes + self.adapter_bytes + work_bytes + ENGINE_RESERVE_BYTES
         return int(self.utilization * self.memory_bytes) - used
 
 
@@ -134,6 +140,7 @@ def planned_demand(config: Config, spec: ModelSpec, memory_bytes: int) -> Engine
         max_tokens=longest_sample_tokens(rollout),
         share=engine_share(config),
         vllm=rollout.vllm,
+        adapter_rank=config.actor.lora.engine_rank if config.actor.lora else 0,
     )
 
 

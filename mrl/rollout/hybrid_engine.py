@@ -328,5 +328,4 @@ class HybridEngine:
 
 def _adapter_rank(config: Config) -> int:
     """Return the rank of the adapters that engines apply; 0 if they get plain weights."""
-    lora = config.actor.lora
-    return lora.rank if lora is not None and lora.sync == "adapters" else 0
+    return config.actor.lora.engine_rank if config.actor.lora else 0

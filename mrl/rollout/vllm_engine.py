@@ -272,6 +272,7 @@ def _demand(settings: EngineSettings) -> EngineDemand:
         max_tokens=settings.max_tokens,
         share=settings.share,
         vllm=settings.vllm,
+        adapter_rank=settings.adapter_rank,
     )
 
 

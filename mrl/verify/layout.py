@@ -17,8 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from mrl.config.lora import LoraConfig
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 from mrl.dtypes import torch_dtype
+from mrl.engine.adapter_files import merge_peft, write_peft
+from mrl.models.adapters import adapter_tensors
 from mrl.models.families import read_spec
 from mrl.models.small import small_config
 from mrl.models.spec import ModelSpec
@@ -38,6 +41,8 @@ from mrl.verify.spawn import Device, run_distributed
 BUDGETS = (64, 1000)
 """Tokens per micro-batch in the first step: one run with many micro-batches, one with the whole batch in one."""
 _LIMIT_S = 900.0
+_ADAPTED_SIZE = 0.01
+"""Standard deviation of what random adapters add to a weight: half of the weight's own."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +130,19 @@ def verify_layout(
     small = {**small_config(model, parallel), "pad_token_id": None}
     path = make_random(small, head, directory, torch_dtype(settings.dtype))
     spec = read_spec(path)
-    ddp, optimizer = (settings.ddp, settings.optimizer) if isinstance(settings, TrainedModelConfig) else ({}, {})
+    ddp, optimizer, lora, whole = {}, {}, None, path
+    if isinstance(settings, TrainedModelConfig):
+        ddp, optimizer = settings.ddp, settings.optimizer
+        if settings.lora is not None:
+            lora = _random_adapters(spec, settings.lora, path, torch_dtype(settings.dtype))
+            whole = path.with_name("merged")
+            merge_peft(str(lora.path), path, torch.float32, whole, head)
     # The update rule (Adam's numbers, clipping) is the user's on both sides, except for a high learning rate.
     optimizer = {**optimizer, "lr": OPTIMIZER["lr"]}
-    alone = ParityCase(str(path), head, ParallelConfig(), BUDGETS[0], dtype=settings.dtype, optimizer=optimizer)
-    oracle = transformers_scores(path, alone)
+    alone = ParityCase(
+        str(path), head, ParallelConfig(), BUDGETS[0], dtype=settings.dtype, optimizer=optimizer, lora=lora
+    )
+    oracle = transformers_scores(whole, alone)
     one = merge_ranks([run_distributed(1, _measure, [alone], timeout_s=_LIMIT_S, device=device)[0][0]])
     layout_case = replace(alone, parallel=parallel, megatron=settings.megatron, ddp=ddp)
     cases = [replace(layout_case, max_tokens=budget) for budget in BUDGETS]
@@ -144,6 +157,16 @@ def verify_layout(
         parameters=max(difference.parameters for difference in differences),
         tolerance=tolerance(settings.dtype, head, spec, oracle),
     )
+
+
+def _random_adapters(spec: ModelSpec, lora: LoraConfig, model: Path, dtype: torch.dtype) -> LoraConfig:
+    """Write random adapters, since new ones change nothing, and return settings that start from them."""
+    path, generator = model.with_name("adapters"), torch.Generator().manual_seed(1)
+    shapes = adapter_tensors(spec, lora)
+    size = math.sqrt(_ADAPTED_SIZE / (lora.scale * math.sqrt(lora.rank)))
+    values = {name: (size * torch.randn(shape, generator=generator)).to(dtype) for name, shape in shapes.items()}
+    write_peft(path, values, lora, str(model))
+    return replace(lora, path=str(path))
 
 
 def _measure(cases: list[ParityCase]) -> list[RankResult]:

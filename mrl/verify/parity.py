@@ -23,6 +23,7 @@ from mrl.algos.losses import PolicyTokens, ValueTokens
 from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rows import Rows
 from mrl.config.algorithm import LossConfig
+from mrl.config.lora import LoraConfig
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.data.packing import plan_step
 from mrl.engine import weights
@@ -64,6 +65,7 @@ class ParityCase:
     megatron: Mapping[str, Any] = field(default_factory=dict)
     ddp: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    lora: LoraConfig | None = None
     routes: bool = False
     """Whether most tokens are sent to random experts, as router replay does."""
 
@@ -84,6 +86,7 @@ class ParityCase:
             megatron=dict(self.megatron),
             ddp=dict(self.ddp),
             optimizer={**OPTIMIZER, **self.optimizer},
+            lora=self.lora,
         )
 
 
@@ -206,13 +209,14 @@ def _by_row(values: torch.Tensor | None, shard: _Shard) -> dict[int, Floats]:
 
 
 def _held(engine: MegatronEngine, groups: ParallelGroups, spec: ModelSpec, head: Head) -> list[HeldParameter]:
+    adapters = () if engine.adapters is None else engine.adapters.held()
     return [
         HeldParameter(
             piece.hf,
             piece.source,
             parameter[slices(piece.target)].detach().float().cpu().numpy(),
         )
-        for shard, parameter in weights.held_tensors(engine.models, spec, head, groups)
+        for shard, parameter in (*weights.held_tensors(engine.models, spec, head, groups), *adapters)
         for piece in shard.pieces
     ]
 

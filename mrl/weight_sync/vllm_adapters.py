@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mrl.config.lora import ENGINE_RANKS
-
-_MODULES = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-"""vLLM's modules that may have adapters. The others, such as the head, keep their plain form."""
+from mrl.config.lora import ENGINE_TARGETS, padded_rank
 
 
 def adapter_directory(shared: Path, version: int) -> Path:
@@ -32,8 +29,8 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": next(allowed for allowed in ENGINE_RANKS if allowed >= rank),
-        "lora_target_modules": _MODULES,
+        "max_lora_rank": padded_rank(rank),
+        "lora_target_modules": [*ENGINE_TARGETS],  # the others, such as the head, keep their plain form
     }
 
 

@@ -6,6 +6,7 @@ With ranked responses, a micro-batch contains whole groups: the responses to one
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -61,14 +62,16 @@ class DpoWorker(ModelWorker):
 
     @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Return the log-probs of all response tokens from the policy before its first update."""
+        """Return the log-probs of all response tokens from the policy before its first update, without adapters."""
         assert self.engine.optimizer is not None, "the policy is trained"
         if num_steps := self.engine.optimizer.num_steps:
             problem = f"the policy has made {num_steps} updates: it is no longer the reference"
             raise EngineError(
                 problem, fix="compute the reference before the first update and before a checkpoint is loaded"
             )
-        scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest())
+        adapters = self.engine.adapters
+        with nullcontext() if adapters is None else adapters.off():  # `lora.path` has adapters from the start
+            scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest())
         return None if scores is None else response_column(batch, "ref_log_probs", scores.log_probs_T)
 
     @register(

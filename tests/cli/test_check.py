@@ -17,13 +17,13 @@ import pytest
 
 from mrl.cli.main import main
 from mrl.config import step_calls
-from mrl.config.resolved.load import load_config
+from mrl.config.resolved.load import load_any_config, load_config
 from mrl.config.schema import Config
 from mrl.config.step_calls import STEP
 from mrl.errors import ConfigError
 from mrl.plan.rehearsed import remember
 from mrl.preflight import machine
-from mrl.preflight.findings import CheckResult, column_problems, refuse
+from mrl.preflight.findings import CheckResult, check_adapters, column_problems, refuse
 from mrl.preflight.machine import check_disk, check_nodes, check_slurm
 from mrl.preflight.node_facts import node_facts
 from tests.hub import make_hub_cache
@@ -133,6 +133,24 @@ def test_experts_trained_by_token_ratios_in_several_updates_are_warned_of(
     two_updates = ("batch.samples_per_update=1024", "algorithm.correction=null")
     _, output = check(preset, *two_updates, override, "--offline")
     assert ("warn  experts: 2 updates per step with ratios of single tokens" in output) == warned
+
+
+@pytest.mark.parametrize(
+    ("preset", "rate", "usual"),
+    [
+        ("grpo-qwen2.5-7b-lora-1n1g", "3e-6", "1e-05"),
+        ("grpo-qwen2.5-7b-lora-1n1g", "4e-6", None),
+        ("dpo-llama3.3-70b-lora-1n8g", "1e-6", "5e-06"),
+        ("dpo-llama3.3-70b-lora-1n8g", "2e-6", None),
+        ("grpo-qwen2.5-7b-1n8g", "1e-6", None),
+    ],
+)
+def test_adapters_with_a_rate_for_all_weights_are_warned_of(preset: str, rate: str, usual: str | None) -> None:
+    overrides = [f"actor.optimizer.lr={rate}"]
+    config = load_any_config(str(ROOT / "configs" / f"{preset}.yaml"), overrides).config
+    found = [finding.fix for finding in check_adapters(config)]
+    expected = [] if usual is None else [f"actor.optimizer.lr={usual}, unless you have tried this one"]
+    assert found == expected
 
 
 def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[..., tuple[int, str]]) -> None:

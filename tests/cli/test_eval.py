@@ -90,6 +90,22 @@ def test_it_needs_prompts_and_a_reward_for_validation(parsed: Callable[..., argp
         sampling(parsed("run.yaml", "data.validation.held=null"))
 
 
+def test_adapters_of_another_model_are_refused_before_anything_is_measured(
+    parsed: Callable[..., argparse.Namespace],
+) -> None:
+    Path("adapter").mkdir()
+    held = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "base_model_name_or_path": "maker/other"}
+    Path("adapter", "adapter_config.json").write_text(json.dumps(held))
+    Path("adapter", "adapter_model.safetensors").touch()
+    resolved = load_config("run.yaml", [])
+    with pytest.raises(SetupError, match="adapter belongs to the model maker/other, not to model"):
+        verb._merge(resolved, "adapter", Path("out"))
+    Path("runs", "it").mkdir(parents=True)
+    Path("runs", "it", "config.yaml").write_text(CONFIG)
+    with pytest.raises(SetupError, match="--adapter needs a model or a configuration, but runs/it is a run"):
+        verb.run(parsed("runs/it", "--adapter", "adapter"))
+
+
 @pytest.mark.needs
 def test_a_run_without_a_checkpoint_leaves_nothing_behind(parsed: Callable[..., argparse.Namespace]) -> None:
     run = Path("runs", "it")

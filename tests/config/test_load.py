@@ -251,6 +251,11 @@ def test_mistakes_in_an_sft_configuration(override: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_sft_has_no_engines_that_could_not_apply_adapters(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8, "kv_lora_rank": 64}))
+    load_config_of("sft", "configs/laptop-sft.yaml", [f"model.path={tmp_path}", "actor.lora={rank: 8, alpha: 16}"])
+
+
 def test_sft_says_which_files_are_not_here() -> None:
     missing = "data.train={sums: {dataset: nowhere/rows.parquet}}"
     warnings = load_config_of("sft", "configs/laptop-sft.yaml", [missing]).warnings

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,13 +14,16 @@ from safetensors.torch import load_file
 
 from mrl.config.lora import LoraConfig
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
+from mrl.engine.adapter_files import write_peft
 from mrl.engine.checkpoint_files import flat_shard_regions
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.scores import ScoreRequest
+from mrl.models.adapters import adapter_names, adapter_tensors
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.regions import Region, slices
+from mrl.models.table import Head, hf_tensors
 from tests.engine.tiny_training import LENGTHS, VOCAB, negative_score, share
 
 Floats = npt.NDArray[np.float32]
@@ -38,6 +42,7 @@ class Case:
     megatron: dict[str, Any] = field(default_factory=dict)
     dtype: Literal["bfloat16", "float32"] = "float32"
     ddp: dict[str, Any] = field(default_factory=dict)
+    head: Head = "lm"
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,11 @@ def settings_of(case: Case) -> TrainedModelConfig:
     )
 
 
-def engine_of(case: Case, groups: ParallelGroups) -> MegatronEngine:
+def engine_of(case: Case, groups: ParallelGroups, **optimizer: Any) -> MegatronEngine:
     """Return an engine with the model's weights and with the adapters of the case."""
-    engine = MegatronEngine(EngineRequest(read_spec(case.model), "lm", settings_of(case)), groups)
+    settings = settings_of(case)
+    settings = replace(settings, optimizer=settings.optimizer | optimizer)
+    engine = MegatronEngine(EngineRequest(read_spec(case.model), "lm", settings), groups)
     engine.load(HfReader(case.model))
     values = load_file(f"{case.adapters}/adapter_model.safetensors")
     assert engine.adapters is not None
@@ -100,10 +107,11 @@ def _measure(case: Case) -> Found:
 def log_probs_by_row(engine: MegatronEngine) -> dict[int, Floats]:
     rows, micro_batches = share(engine)
     scores = engine.forward(rows, micro_batches, ScoreRequest())
-    if scores is None or scores.log_probs_T is None:
+    scores_T = None if scores is None else scores.values_T if scores.log_probs_T is None else scores.log_probs_T
+    if scores_T is None:
         return {}
     mine = range(engine.groups.at.dp, len(LENGTHS), engine.groups.mesh.dp)
-    parts = scores.log_probs_T.split(rows.response_lengths.tolist())
+    parts = scores_T.split(rows.response_lengths.tolist())
     return {number: part.float().numpy() for number, part in zip(mine, parts, strict=True)}
 
 
@@ -167,6 +175,79 @@ def with_peft(model: str, directory: Path, lora: LoraConfig) -> Oracle:
     with adapted.disable_adapter(), torch.no_grad():
         off = peft_log_probs(adapted)
     return Oracle([x.detach().numpy() for x in on], [x.numpy() for x in off], float(loss.detach()), gradients)
+
+
+def with_formula(model: str, directory: Path, lora: LoraConfig) -> Oracle:
+    """Save random adapters to `directory`, and return what transformers computes with W + scale * B A, with the
+    gradients of A and B by the chain rule. peft reads no adapters of single experts next to those of other layers."""
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    random, spec = torch.Generator().manual_seed(11), read_spec(model)
+    shapes = adapter_tensors(spec, lora)
+    values = {name: 0.15 * torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    write_peft(directory, values, lora, model)
+    with torch.no_grad():
+        off = [x.numpy() for x in peft_log_probs(base)]
+    pairs = [(hf, *adapter_names(hf)) for hf in hf_tensors(spec, "lm") if adapter_names(hf)[0] in shapes]
+    with torch.no_grad():
+        for hf, a, b in pairs:
+            part_of(base, hf).add_(lora.scale * values[b] @ values[a])
+    on = peft_log_probs(base)
+    loss = -torch.cat(on).sum() / 100
+    loss.backward()
+    gradients = {}
+    for hf, a, b in pairs:
+        whole = part_of(base, hf, gradient=True)
+        gradients |= {a: (lora.scale * values[b].T @ whole).numpy(), b: (lora.scale * whole @ values[a].T).numpy()}
+    return Oracle([x.detach().numpy() for x in on], off, float(loss.detach()), gradients)
+
+
+def part_of(model: Any, hf: str, *, gradient: bool = False) -> torch.Tensor:
+    """Return a tensor of the files in a model of transformers, which stacks experts, and their gates above their
+    ups."""
+    parameters = dict(model.named_parameters())
+    expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", hf)
+    if expert is None:
+        return parameters[hf].grad if gradient else parameters[hf]
+    prefix, number, kind = expert.groups()
+    stacked = parameters[f"{prefix}.{'down' if kind == 'down' else 'gate_up'}_proj"]
+    matrix = (stacked.grad if gradient else stacked)[int(number)]
+    return matrix if kind == "down" else matrix.chunk(2)[kind == "up"]
+
+
+def with_peft_experts(model: str, directory: Path, lora: LoraConfig) -> Oracle:
+    """Save random adapters to `directory`, and return what peft computes with these files. It stacks the experts, and
+    fuses gate and up: its A has the rows of both, and its B has two blocks."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    random, spec = torch.Generator().manual_seed(11), read_spec(model)
+    values = {name: 0.15 * torch.randn(shape, generator=random) for name, shape in adapter_tensors(spec, lora).items()}
+    write_peft(directory, values, lora, model)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted: Any = PeftModel.from_pretrained(base, directory, is_trainable=True)
+    on = peft_log_probs(adapted)
+    loss = -torch.cat(on).sum() / 100
+    loss.backward()
+    whole = {name.replace(".default.", "."): x.grad for name, x in adapted.named_parameters() if x.grad is not None}
+    assert spec.moe is not None
+    gradients = {name: _expert_part(whole, name, lora.rank, spec.moe.num_experts).numpy() for name in values}
+    with adapted.disable_adapter(), torch.no_grad():
+        off = peft_log_probs(adapted)
+    return Oracle([x.detach().numpy() for x in on], [x.numpy() for x in off], float(loss.detach()), gradients)
+
+
+def _expert_part(whole: dict[str, torch.Tensor], name: str, rank: int, num_experts: int) -> torch.Tensor:
+    expert = re.fullmatch(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.(w[123])\.(lora_[AB])\.weight", name)
+    if expert is None:
+        return whole[name]
+    prefix, number, kind, side = expert[1], int(expert[2]), expert[3], expert[4]
+    stacked = whole[f"{prefix}.mlp.experts.{'' if kind == 'w2' else 'base_layer.'}{side}.weight"]
+    if side == "lora_A":
+        return stacked.unflatten(0, (num_experts, -1))[number].split(rank)[kind == "w3"]
+    rows = stacked.unflatten(1, (-1, num_experts))[..., number]
+    return rows if kind == "w2" else rows.chunk(2)[kind == "w3"].split(rank, 1)[kind == "w3"]
 
 
 def peft_log_probs(model: Any) -> list[torch.Tensor]:

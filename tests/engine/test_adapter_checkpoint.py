@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mrl.config.lora import ALL_LINEAR, LoraConfig
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
-from mrl.engine.adapter_files import export_adapters, export_merged
+from mrl.engine.adapter_files import export_adapters, export_merged, merge_peft
 from mrl.engine.checkpoint_files import SavedFiles
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.parallel import model_parallel
-from mrl.errors import EngineError
+from mrl.errors import EngineError, ModelError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
+from mrl.models.peft_reader import PeftReader
 from mrl.verify.spawn import run_distributed
 from tests.engine.adapter_training import Case, log_probs_by_row, peft_log_probs, settings_of
 from tests.engine.tiny_training import refusal, step
@@ -30,7 +32,7 @@ LORA = {"rank": 4, "alpha": 8.0, "targets": [ALL_LINEAR]}
 
 
 def fresh(case: Case, groups: Any, seed: int = 1) -> MegatronEngine:
-    engine = MegatronEngine(EngineRequest(read_spec(case.model), "lm", settings_of(case), seed=seed), groups)
+    engine = MegatronEngine(EngineRequest(read_spec(case.model), case.head, settings_of(case), seed=seed), groups)
     engine.load(HfReader(case.model))
     return engine
 
@@ -55,6 +57,13 @@ def resume(case: Case, directory: str, others: list[Case]) -> dict[str, Any]:
         wrong = [fresh(other, groups) for other in others]
         found["refused"] = [refusal(lambda: checkpoint.load(other, directory)) for other in wrong]  # noqa: B023
         return found
+
+
+def start(case: Case) -> dict[str, Any]:
+    """Build an engine whose adapters come from PEFT's files, and train a step."""
+    with model_parallel(case.layout, seed=1) as groups:
+        engine = fresh(case, groups, seed=3)
+        return {"started": log_probs_by_row(engine), "first": step(engine)}
 
 
 def move(case: Case) -> dict[str, Any]:
@@ -142,12 +151,67 @@ def test_export_gives_the_same_log_probs_in_peft_and_merged_in_transformers(
     for model in (PeftModel.from_pretrained(base, tmp_path / "peft"), merged):
         with torch.no_grad():
             assert torch.allclose(torch.cat(peft_log_probs(model)), rows_of(before, "saved"), atol=2e-5)
+    merge_peft(str(tmp_path / "peft"), source, torch.float32, tmp_path / "again")
+    exported, again = HfReader(tmp_path / "merged"), HfReader(tmp_path / "again")
+    assert all(torch.equal(exported.whole(name), again.whole(name)) for name in exported)
+    path = {**LORA, "path": str(tmp_path / "peft")}
+    first = replace(case, layout=Layout(tp=2, sequence_parallel=True), lora=path)
+    started = run_distributed(2, start, first, timeout_s=LIMIT_S)
+    assert torch.allclose(rows_of(started, "started"), rows_of(before, "saved"), atol=2e-5)
+    assert started[0]["first"][1] == pytest.approx(before[0]["third"][1], rel=1e-4), "gradients of the same adapters"
+    other = LoraConfig(**{**LORA, "targets": ["q_proj", "v_proj"]})
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.down_proj\.lora_A\.weight belongs to no target"):
+        PeftReader(str(tmp_path / "peft")).check(read_spec(source), other)
     _, loss = export_merged(directory / "saved", source, settings, torch.bfloat16, tmp_path / "rounded")
     assert loss.share > 1e-3, "rounding to bfloat16 removes a part of the update"
     other = make_tiny("qwen3", tmp_path / "other", seed=1)
     with pytest.raises(EngineError, match="whose weights differ"):
         export_merged(directory / "saved", other, settings, torch.float32, tmp_path / "never")
     assert not (tmp_path / "never").exists()
+
+
+def test_adapters_of_experts_are_resumed_on_other_ranks_and_read_by_peft(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    case = Case(str(make_tiny("mixtral", tmp_path / "model")), "", Layout(ep=2), LORA)
+    before = run_distributed(2, save, case, str(tmp_path / "saved"), timeout_s=LIMIT_S)
+    other = replace(case, layout=Layout(tp=2, sequence_parallel=True))
+    after = run_distributed(2, resume, other, str(tmp_path / "saved"), [], timeout_s=LIMIT_S)
+    assert torch.allclose(rows_of(after, "saved"), rows_of(before, "saved"), atol=2e-5)
+    assert sum(rank["third"][0] for rank in after) == pytest.approx(sum(x["third"][0] for x in before), rel=1e-5)
+    assert after[0]["third"][1] == pytest.approx(before[0]["third"][1], rel=1e-4)
+    settings, source = settings_of(case), Path(case.model)
+    export_adapters(tmp_path / "saved", source, case.model, settings, torch.float32, tmp_path / "peft")
+    export_merged(tmp_path / "saved", source, settings, torch.float32, tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(case.model, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for model in (PeftModel.from_pretrained(base, tmp_path / "peft"), merged):
+        with torch.no_grad():
+            assert torch.allclose(torch.cat(peft_log_probs(model)), rows_of(before, "saved"), atol=2e-5)
+
+
+def test_score_head_is_trained_whole_and_saved_with_the_adapters(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    case = Case(str(make_tiny("qwen3", tmp_path / "model", head="score")), "", Layout(pp=2), LORA, head="score")
+    before = run_distributed(2, save, case, str(tmp_path / "saved"), timeout_s=LIMIT_S)
+    other = replace(case, layout=Layout(tp=2, sequence_parallel=True))
+    after = run_distributed(2, resume, other, str(tmp_path / "saved"), [], timeout_s=LIMIT_S)
+    assert torch.allclose(rows_of(after, "saved"), rows_of(before, "saved"), atol=2e-5)
+    assert after[0]["third"][1] == pytest.approx(before[0]["third"][1], rel=1e-4)
+    settings, source = settings_of(case), Path(case.model)
+    export_adapters(tmp_path / "saved", source, case.model, settings, torch.float32, tmp_path / "peft")
+    export_merged(tmp_path / "saved", source, settings, torch.float32, tmp_path / "merged")
+    held = load_file(tmp_path / "peft" / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert not torch.allclose(held, HfReader(source).whole("score.weight"), atol=1e-3), "the head was not trained"
+    base = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    tokens = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        found = [model(tokens).logits for model in (PeftModel.from_pretrained(base, tmp_path / "peft"), merged)]
+    assert torch.allclose(*found, atol=2e-5)
 
 
 def test_first_adapters_depend_on_seed_and_name_only(saved: tuple[Case, Path, list[dict[str, Any]]]) -> None:

@@ -14,7 +14,16 @@ from mrl.config.lora import ALL_LINEAR, ATTENTION_TARGETS, LoraConfig
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.models.regions import is_exact_cover, slices
 from mrl.verify.spawn import run_distributed
-from tests.engine.adapter_training import Case, Floats, Found, Oracle, measure, with_peft
+from tests.engine.adapter_training import (
+    Case,
+    Floats,
+    Found,
+    Oracle,
+    measure,
+    with_formula,
+    with_peft,
+    with_peft_experts,
+)
 from tests.models.tiny_models import make_tiny
 
 LIMIT_S = 300.0
@@ -34,14 +43,28 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], Layout, dict[str, Any]]]] = {
         ("qwen3", ALL, Layout(), {}),
         ("llama", SOME, Layout(tp=2, sequence_parallel=True), RECOMPUTED),
         ("llama", SOME, Layout(tp=2), {}),
-        ("qwen3_moe", ATTENTION, Layout(ep=2), {}),
+        ("mixtral", ALL, Layout(ep=2), {}),
+        ("mixtral", ALL, Layout(), RECOMPUTED),
+        ("deepseek_v3", ALL, Layout(tp=2, ep=2, sequence_parallel=True), {}),
+        ("deepseek_v3", ALL, Layout(pp=2), {}),
     ],
     4: [
         ("qwen3", ALL, Layout(tp=2, pp=2, sequence_parallel=True), {}),
         ("llama", SOME, Layout(tp=2, cp=2, sequence_parallel=True), {}),
         ("qwen3_moe", ATTENTION, Layout(tp=2, pp=2, ep=2, sequence_parallel=True), {}),
+        ("qwen3_moe", ALL, Layout(tp=2, ep=2, sequence_parallel=True), RECOMPUTED),
+        ("glm4_moe_lite", ALL, Layout(tp=2, ep=4, sequence_parallel=True), {}),
     ],
 }
+
+
+ORACLES = {
+    "mixtral": with_peft_experts,
+    "qwen3_moe": with_formula,
+    "deepseek_v3": with_formula,
+    "glm4_moe_lite": with_formula,
+}
+"""Oracles of adapters on experts. peft cannot have them next to those of a dense layer or a shared expert."""
 
 
 def largest(one: Floats, other: Floats) -> float:
@@ -74,12 +97,14 @@ def largest_difference(ranks: list[Found], oracle: Oracle) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_adapters_equal_peft(world_size: int, tmp_path: Path) -> None:
     cases, oracles = [], []
-    kept: dict[str, Oracle] = {}
+    kept: dict[Path, Oracle] = {}
     for family, lora, layout, megatron in LAYOUTS[world_size]:
-        model, adapters = tmp_path / family, tmp_path / f"{family}-adapters"
-        if family not in kept:
-            kept[family] = with_peft(str(make_tiny(family, model)), adapters, LoraConfig(**lora))
-        oracles.append(kept[family])
+        model, adapters = tmp_path / family, tmp_path / f"{family}-{len(lora['targets'])}"
+        if adapters not in kept:
+            oracle = ORACLES.get(family, with_peft) if lora is ALL else with_peft
+            made = model if model.exists() else make_tiny(family, model)
+            kept[adapters] = oracle(str(made), adapters, LoraConfig(**lora))
+        oracles.append(kept[adapters])
         cases.append(Case(str(model), str(adapters), layout, lora, megatron))
     if world_size == 2:
         overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,38 +13,47 @@ from mrl.engine.merging import MergedWeights, RoundingLoss
 from mrl.models.adapters import adapter_names, adapter_pairs, adapter_tensors
 from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
+from mrl.models.spec import ModelSpec
 from mrl.models.table import hf_tensors, shards_of
 from tests.models.test_adapters import SPECS
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
-SPEC = SPECS["llama"]
 
 
-def random_tensors(scale: float) -> dict[str, torch.Tensor]:
-    shapes = hf_tensors(SPEC, "lm") | adapter_tensors(SPEC, LORA)
+def random_tensors(spec: ModelSpec, scale: float) -> dict[str, torch.Tensor]:
+    shapes = hf_tensors(spec, "lm") | adapter_tensors(spec, LORA)
     generator = torch.Generator().manual_seed(5)
     return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(tp=4)])
-def test_each_rank_merges_its_part_of_each_module(layout: Layout) -> None:
-    tensors = random_tensors(0.1)
-    for tp in range(layout.tp):
-        place = RankPlace(tp=tp)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", Layout()),
+        ("llama", Layout(tp=2)),
+        ("llama", Layout(tp=4)),
+        ("mixtral", Layout(tp=2, ep=4, sequence_parallel=True)),
+    ],
+)
+def test_each_rank_merges_its_part_of_each_module(family: str, layout: Layout) -> None:
+    spec = SPECS[family]
+    tensors = random_tensors(spec, 0.1)
+    for tp, ep in product(range(layout.tp), range(layout.ep)):
+        place = RankPlace(tp=tp, ep=ep)
         base = {}
-        for shard in shards_of(SPEC, layout, place, "lm"):
+        for shard in shards_of(spec, layout, place, "lm"):
             base[shard.chunk, shard.name] = torch.zeros(shard.shape)
             for piece in shard.pieces:
                 base[shard.chunk, shard.name][slices(piece.target)] = tensors[piece.hf][slices(piece.source)]
         adapters = []
-        for pair in adapter_pairs(SPEC, LORA, layout, place):
+        for pair in adapter_pairs(spec, LORA, layout, place):
             parts = torch.zeros(pair.a.shape), torch.zeros(pair.b.shape)
             for shard, part in zip((pair.a, pair.b), parts, strict=True):
                 for piece in shard.pieces:
                     part[slices(piece.target)] = tensors[piece.hf][slices(piece.source)]
             adapters.append((pair, *parts))
         merged = MergedWeights(base, adapters, LORA.scale, torch.float32)
-        for shard in shards_of(SPEC, layout, place, "lm"):
+        for shard in shards_of(spec, layout, place, "lm"):
             for piece in shard.pieces:
                 a, b = adapter_names(piece.hf)
                 whole = tensors[piece.hf] + (2.0 * tensors[b] @ tensors[a] if a in tensors else 0.0)

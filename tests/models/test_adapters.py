@@ -38,6 +38,7 @@ OWN = {
     "qwen2": {},
     "qwen3": {"head_dim": 32, "num_key_value_heads": 1},
     "qwen3_moe": {"head_dim": 32, "norm_topk_prob": True, **EXPERTS},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0},
 }
 SPECS = {
     family: spec_of(HfConfig({"model_type": family, **SIZES, **own}, "config.json")) for family, own in OWN.items()
@@ -76,14 +77,34 @@ def test_rank_without_outputs_of_any_target_is_refused() -> None:
         list(adapter_pairs(SPECS["qwen3"], lora, Layout(tp=4), RankPlace()))
 
 
-def test_experts_are_refused_as_targets() -> None:
-    with pytest.raises(ModelError, match=r"experts cannot have adapters yet, but down_proj, gate_proj, up_proj"):
-        adapter_tensors(SPECS["qwen3_moe"], ALL)
+@pytest.mark.parametrize("lora", [ALL, SOME])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_each_expert_has_its_own_adapters_on_one_rank(family: str, lora: LoraConfig) -> None:
+    for layout in (Layout(), Layout(tp=2, ep=2, sequence_parallel=True), Layout(pp=2, ep=4), Layout(tp=2, ep=1)):
+        check_adapters_complete(SPECS[family], layout, lora)
+
+
+def test_experts_have_the_names_of_their_family() -> None:
+    one, other = adapter_tensors(SPECS["qwen3_moe"], SOME), adapter_tensors(SPECS["mixtral"], SOME)
+    prefix = "base_model.model.model.layers.1"
+    assert one[f"{prefix}.mlp.experts.3.down_proj.lora_A.weight"] == (3, 48)
+    assert other[f"{prefix}.block_sparse_moe.experts.3.w2.lora_A.weight"] == (3, 96)
+    assert len(one) == len(other) == 4 * 2 * (2 + 4)
+    assert not [name for name in adapter_tensors(SPECS["qwen3_moe"], ALL) if "gate.lora" in name], "not the router"
+
+
+def test_experts_with_adapters_are_not_split() -> None:
+    with pytest.raises(ModelError, match=r"parallel.etp is 2: an expert with adapters cannot be split over ranks yet"):
+        list(adapter_pairs(SPECS["qwen3_moe"], ALL, Layout(tp=2, etp=2, sequence_parallel=True), RankPlace()))
     attention = LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
-    check_adapters_complete(SPECS["qwen3_moe"], Layout(tp=2, ep=2, sequence_parallel=True), attention)
+    check_adapters_complete(SPECS["qwen3_moe"], Layout(tp=2, etp=2, sequence_parallel=True), attention)
 
 
-def test_latents_cannot_have_adapters_yet() -> None:
+def test_latents_have_adapters_except_the_projection_that_vllm_decodes_without() -> None:
     spec = spec_of(HfConfig(published.MOONLIGHT, "config.json"))
-    with pytest.raises(ModelError, match="multi-latent attention cannot have adapters yet, as in family deepseek_v3"):
-        adapter_tensors(spec, LoraConfig(rank=8, alpha=16, targets=["o_proj"]))
+    names = {name.split(".")[-3] for name in adapter_tensors(spec, ALL) if "self_attn" in name}
+    assert names == {"q_proj", "kv_a_proj_with_mqa", "o_proj"}, "not kv_b_proj"
+    lora = LoraConfig(rank=8, alpha=16, targets=["q_proj", "kv_a_proj_with_mqa", "o_proj"])
+    check_adapters_complete(spec, Layout(tp=2, sequence_parallel=True), lora)
+    with pytest.raises(ModelError, match=r"kv_a_proj_with_mqa, o_proj, q_proj, up_proj; not q_a_proj, v_proj"):
+        adapter_tensors(spec, LoraConfig(rank=8, alpha=16, targets=["q_a_proj", "v_proj", "o_proj"]))

@@ -17,7 +17,7 @@ REWARD_MODEL = {
     "reward_model": "{path: meta-llama/Llama-3.1-8B, max_tokens_per_device: 16384}",
     "placement__roles__reward_model": "all",
 }
-HARDWARE = {preset: "h200" if "405b" in preset else "h100" for preset in PRESETS}
+HARDWARE = {preset: "h200" if "405b" in preset or "235b-a22b-lora" in preset else "h100" for preset in PRESETS}
 
 
 @cache

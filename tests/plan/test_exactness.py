@@ -44,6 +44,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Case, list[Acc
         Case(models["qwen3"], Layout(tp=2, sequence_parallel=True), lora=LoraConfig(rank=3, alpha=1.0)),
         Case(models["qwen2"], Layout(pp=2, vpp=2), lora=LoraConfig(rank=8, alpha=1.0, targets=["q_proj", "v_proj"])),
         Case(models["glm4_moe"], Layout(), lora=LoraConfig(rank=8, alpha=1.0, targets=["q_proj", "o_proj"])),
+        Case(value_model, Layout(pp=2), head="score", lora=LoraConfig(rank=8, alpha=1.0)),
+        Case(models["mixtral"], Layout(ep=2), lora=LoraConfig(rank=8, alpha=1.0)),
+        Case(models["glm4_moe"], Layout(tp=2, sequence_parallel=True), lora=LoraConfig(rank=8, alpha=1.0)),
     ]
     ranks = run_distributed(2, accounts, cases, timeout_s=LIMIT_S)
     return list(zip(cases, map(list, zip(*ranks, strict=True)), strict=True))

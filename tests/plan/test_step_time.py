@@ -79,6 +79,22 @@ def test_training_and_scoring(name: str, passes: int, epochs: int, updates: int)
     assert parts == pytest.approx(expected)
 
 
+def test_frozen_weights_have_no_gradients_to_compute() -> None:
+    """Of eight units of work per weight and token, with recomputation, two are the gradient of the weight."""
+    full = {"actor__megatron__recompute_granularity": "full"}
+    of = subject(**full)
+    rate = 32 * of.hardware.flops_per_s * ASSUMPTIONS.train_efficiency
+    before, after = (
+        phase(each, "train actor").parts["matrix products"] * rate
+        for each in (of, subject(**full, actor__lora="{rank: 32, alpha: 64, sync: merged}"))
+    )
+    hidden, queries, keys, ffn = 5120, 64 * 128, 8 * 128, 25600
+    attention = 3 * hidden + queries + 2 * keys + queries + hidden
+    adapters = 2 * 64 * 32 * (attention + 2 * (hidden + ffn) + ffn + hidden)
+    assert before - after == pytest.approx(SAMPLES * 3 * 2560 * (of.specs["actor"].flops_per_token - 4 * adapters))
+    assert after == pytest.approx(6 / 8 * before, rel=0.03)
+
+
 def test_experts_are_sent_and_launched_one_by_one() -> None:
     of = subject_of("grpo-qwen3-30b-a3b-2n8g")
     spec, mesh, model = of.specs["actor"], of.config.actor.parallel, of.config.actor

@@ -39,7 +39,7 @@ _SIZES = {
     "rollout.max_prompt_tokens": "40",
     "rollout.max_response_tokens": "12",
 }
-_REWARDS = "def score(sample, tag=None):\n    return 1.0 / (1 + sample.num_response_tokens)\n"
+_REWARDS = "def score(sample, tag=None):\n    return sum(map(ord, sample.response)) % 7 / 7\n"
 
 
 def num_devices(config: Config) -> int:

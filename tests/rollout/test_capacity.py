@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 
 from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.hardware import hardware
+from mrl.config.lora import LoraConfig
 from mrl.config.resolved.load import load_config
+from mrl.models.adapters import adapter_tensors
 from mrl.models.families import read_spec
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.known_models import model_spec
@@ -83,6 +86,16 @@ def test_an_engine_works_on_its_share_where_its_cache_holds_it() -> None:
     assert engine_capacity(demand("Qwen2.5-7B", 1, 2)) == EngineCapacity(128, 16384), "validation may ask for more"
     assert engine_capacity(replace(demand("Qwen2.5-0.5B", 5000), max_tokens=1024)) == EngineCapacity(1024, 16384)
     assert MAX_IN_FLIGHT == 1024, "what one replica is asked for at a time"
+
+
+def test_a_slot_for_adapters_is_not_given_to_the_cache() -> None:
+    """On one device the slot is as large as PEFT's file of the rank that vLLM pads to."""
+    plain, adapted = demand("Qwen2.5-7B", 256), replace(demand("Qwen2.5-7B", 256), adapter_rank=20)
+    tensors = adapter_tensors(plain.spec, LoraConfig(rank=32, alpha=64))
+    assert adapted.adapter_bytes == 2 * sum(map(math.prod, tensors.values()))
+    assert plain.cache_bytes(0) - adapted.cache_bytes(0) == adapted.adapter_bytes
+    split = replace(adapted, tp=4)
+    assert split.adapter_bytes < 0.6 * adapted.adapter_bytes, "each worker has a part of most factors"
 
 
 def test_a_cache_that_is_the_limit_is_not_given_to_logits_and_prefills() -> None:

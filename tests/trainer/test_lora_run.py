@@ -65,3 +65,34 @@ def test_dpo_with_adapters_writes_a_merged_model(tmp_path: Path) -> None:
     assert lines[-1]["val/loss"] != lines[0]["val/loss"]
     assert "rounding left" in printed
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_reward_model_with_adapters_learns_and_writes_a_merged_model(tmp_path: Path) -> None:
+    config, model = tmp_path / "run.yaml", make_model(tmp_path / "model", seed=1)
+    config.write_text(RANKED.format(directory=tmp_path, model=model) + KINDS["rm"])
+    printed = run_mrl("rm", str(config), "actor.lora={rank: 4, alpha: 8}", "actor.optimizer.lr=1e-3")
+    lines = untimed(tmp_path / "run")
+    assert lines[-1]["val/loss"] != lines[0]["val/loss"]
+    assert "rounding left" in printed
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_critic_with_adapters_learns_and_resumes(tmp_path: Path) -> None:
+    config, run = tmp_path / "run.yaml", tmp_path / "runs" / "small"
+    config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))
+    lora = ("critic.lora={rank: 4, alpha: 8}", "critic.optimizer.lr=1e-2")
+    run_mrl("train", str(config), *lora)
+    lines = untimed(run)
+    assert lines[-1]["critic/grad_norm"] > 0
+    assert lines[-1]["critic/values/max"] > 0, "the first updates have changed the critic"
+    again = run.with_name("again")
+    shutil.copytree(run, again)
+    for step in (2, 3):
+        shutil.rmtree(again / "checkpoints" / f"step-00000{step}")
+    run_mrl("train", str(config), *lora, "run.name=again")
+    assert untimed(again) == lines
+    assert "PEFT's files" in run_mrl("export", str(run), str(tmp_path / "peft"), "--role", "critic")

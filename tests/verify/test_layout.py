@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from mrl.cli.main import main
+from mrl.config.lora import LoraConfig
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.models.families import spec_of
 from mrl.models.hf_config import HfConfig
@@ -69,6 +70,20 @@ def test_layouts_are_right_in_both_formats(capfd: pytest.CaptureFixture[str], mo
     assert "critic: right on 4 ranks, a small qwen2 in float32: from transformers " in capfd.readouterr().out
     assert main([*arguments, "--dtype=bfloat16"]) == 0
     assert "critic: right on 4 ranks, a small qwen2 in bfloat16: from transformers " in capfd.readouterr().out
+
+
+def test_adapters_are_verified_with_random_values(tmp_path: Path) -> None:
+    """New ones change nothing, so a layout that forgot them would seem right."""
+    lora = LoraConfig(rank=4, alpha=8.0)
+    parallel = ParallelConfig(tp=2, sequence_parallel=True)
+    settings = TrainedModelConfig(parallel=parallel, dtype="float32", max_tokens_per_device=64, lora=lora)
+    verified = layout.verify_layout(model_values("Qwen3-8B"), "lm", settings, 2, tmp_path / "model")
+    assert verified.is_right, verified
+    alone = ParityCase(str(tmp_path / "model"), "lm", parallel, 64)
+    values = layout.verify_layout(model_values("Qwen3-8B"), "score", settings, 2, tmp_path / "values" / "model")
+    assert values.is_right, values
+    base, merged = (layout.transformers_scores(tmp_path / name, alone) for name in ("model", "merged"))
+    assert abs(base - merged).max() > 1000 * verified.tolerance.scores
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,6 +229,26 @@ def test_the_likelihood_of_the_preferred_is_a_mean_over_their_tokens_alone(num_s
     reports = shards.run(work)
     best = torch.cat([row for row, rank in zip(given, ranks, strict=True) if rank == 0])
     assert sum(report.parts["sft_loss"] for report in reports) == pytest.approx(float(-best.mean()), rel=1e-6)
+
+
+def test_the_reference_has_none_of_the_adapters_that_a_run_starts_from() -> None:
+    is_off: list[bool] = []
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        is_off.append(True)
+        yield
+        is_off.clear()
+
+    seen: list[bool] = []
+
+    def forward(*_: Any) -> None:
+        seen.extend(is_off)
+
+    engine = SimpleNamespace(optimizer=SimpleNamespace(num_steps=0), adapters=SimpleNamespace(off=off))
+    worker: Any = SimpleNamespace(engine=engine, forward=forward)
+    DpoWorker.compute_ref_log_prob(worker, make_batch(), [[8]])
+    assert seen == [True]
 
 
 @pytest.mark.slow

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.lora import ALL_LINEAR, ATTENTION_TARGETS, MAX_ENGINE_RANK, REFUSED_TARGETS, TARGETS, LoraConfig
+from mrl.config.lora import ALL_LINEAR, MAX_ENGINE_RANK, REFUSED_TARGETS, TARGETS, LoraConfig
+from mrl.config.peft_settings import read_peft_settings
 from mrl.config.rules.problems import problem
-from mrl.config.schema import Config, TrainedModelConfig
-from mrl.config.sft import AnyConfig, RmConfig
-from mrl.errors import Problem, did_you_mean
+from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
+from mrl.errors import ModelError, Problem, did_you_mean
 
 
 def check_lora(config: AnyConfig) -> Iterator[Problem]:
@@ -16,34 +17,44 @@ def check_lora(config: AnyConfig) -> Iterator[Problem]:
         if model.lora is None:
             continue
         key = f"{role}.lora"
-        if role == "critic":
-            yield problem(key, "a critic cannot have adapters yet: it is trained whole", f"{key}=null")
-        elif isinstance(config, RmConfig):
-            yield problem(key, "a reward model cannot have adapters yet: it is trained whole", f"{key}=null")
         yield from _targets(f"{key}.targets", model.lora)
+        if model.lora.path is not None:
+            yield from _first_adapters(role, model.lora.path, model.lora, config.model_of(role)[1])
         if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
             yield from _engines(config, model.lora.rank)
 
 
-def check_lora_targets(
-    role: str, model: TrainedModelConfig, num_experts: int | None, latent: int | None, device: str
-) -> Iterator[Problem]:
+def _first_adapters(role: str, path: str, lora: LoraConfig, model: str) -> Iterator[Problem]:
+    """Compare the section with the files that the adapters start from."""
+    try:
+        settings = read_peft_settings(path)
+    except ModelError as error:
+        yield problem(f"{role}.lora.path", f"{error.where} {error.what}", error.fix)
+        return
+    yield from (problem(*difference) for difference in settings.differences(role, lora, model))
+
+
+def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None, latent: int | None) -> Iterator[Problem]:
     """Refuse adapters of modules that cannot have any yet, and engines that cannot apply them."""
-    if model.lora is None:
+    model = config.trained_roles().get(role)
+    if model is None or model.lora is None:
         return
-    if latent is not None:
-        yield problem(f"{role}.lora", "multi-latent attention cannot have adapters yet", f"{role}.lora=null")
-    if num_experts is None:
-        return
-    if device == "cpu" and role == "actor" and model.lora.sync == "adapters":
-        what = "on a CPU, vLLM applies no adapters in a model with experts"
-        yield problem(f"{role}.lora.sync", what, f"{role}.lora.sync=merged")
-    if wrong := sorted(model.lora.modules & set(TARGETS) - set(ATTENTION_TARGETS)):
-        key = f"{role}.lora.targets"
-        what = (
-            f"the model has {num_experts} experts per layer, and experts cannot have adapters yet: {', '.join(wrong)}"
-        )
-        yield problem(key, what, f"{key}=[{', '.join(ATTENTION_TARGETS)}]")
+    has_expert_adapters = num_experts is not None and model.lora.has_expert_targets
+    if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
+        reasons = []
+        if latent is not None:
+            reasons.append("in vLLM, adapters of multi-latent attention have not been compared with the trainer's yet")
+        if has_expert_adapters:
+            reasons.append("in vLLM, adapters of experts have not been compared with the trainer's yet")
+        if num_experts is not None and config.cluster.device == "cpu":
+            reasons.append("on a CPU, vLLM applies no adapters in a model with experts")
+        yield from (problem(f"{role}.lora.sync", reason, f"{role}.lora.sync=merged") for reason in reasons[:1])
+    if has_expert_adapters and model.parallel.etp > 1:
+        what = f"an expert with adapters cannot be split over ranks yet, but etp is {model.parallel.etp}"
+        yield problem(f"{role}.parallel.etp", what, f"{role}.parallel.etp=1")
+    if has_expert_adapters and model.megatron.get("moe_grouped_gemm"):
+        what = f"experts with adapters are multiplied one by one, but {role}.lora.targets includes experts"
+        yield problem(f"{role}.megatron.moe_grouped_gemm", what, "remove this key")
 
 
 def _engines(config: Config, rank: int) -> Iterator[Problem]:
