@@ -300,20 +300,32 @@ def _layouts(placed: PlanInput, spec: ModelSpec, role: str, devices: int) -> Ite
     here, longest = config.cluster.devices_per_node, longest_sample_tokens(config.rollout)
     samples_per_update = config.batch.samples_per_update
     experts = [n for n in range(1, spec.moe.num_experts + 1) if spec.moe.num_experts % n == 0] if spec.moe else [1]
-    stages = [n for n in range(1, _MAX_STAGES + 1) if spec.num_layers % n == 0]
     # Context parallelism costs more than it gains if a sample fits without it.
     cp = next((size for size in _SIZES if longest <= model.max_tokens_per_device * size), _SIZES[-1])
-    for tp, pp, vpp, ep in product(_SIZES, stages, _CHUNKS, experts):
-        if tp > here or devices % (tp * cp * pp) or devices % (ep * pp) or (vpp > 1 and pp == 1):
+    for tp, (pp, first, last), vpp, ep in product(_SIZES, [*_stages(spec.num_layers)], _CHUNKS, experts):
+        if tp > here or devices % (tp * cp * pp) or devices % (ep * pp) or (vpp > 1 and (pp == 1 or last)):
             continue
         dp = devices // (tp * cp * pp)
         if samples_per_step(config.batch) % dp or (role in config.trained_roles() and samples_per_update % dp):
             continue
         try:
-            check_layout(ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep), spec)
+            ends = {"first_stage_layers": first, "last_stage_layers": last}
+            check_layout(ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, **ends), spec)
         except ModelError:
             continue
-        yield {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "ep": ep, "etp": 1, "sequence_parallel": tp > 1}
+        yield {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "ep": ep, "etp": 1, "sequence_parallel": tp > 1, **ends}
+
+
+def _stages(num_layers: int) -> Iterator[tuple[int, int | None, int | None]]:
+    """Yield numbers of stages, with the layers of the first and the last where stages cannot be equal.
+
+    These two have fewer layers than the others, because they have the embedding and the head.
+    """
+    for pp in range(1, min(_MAX_STAGES, num_layers) + 1):
+        if num_layers % pp == 0:
+            yield pp, None, None
+        elif pp > 2 and pp & (pp - 1) == 0 and (ends := num_layers - (pp - 2) * -(-num_layers // pp)) > 1:
+            yield pp, ends - ends // 2, ends // 2
 
 
 def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:

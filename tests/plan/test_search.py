@@ -168,3 +168,16 @@ def test_none_of_the_fastest_is_missed_where_the_whole_takes_longer_than_its_par
         result = searching._search(choices, Lengths(1, 1), most)
         assert [one.time.seconds for one in result.found] == sorted(every)[:most]
         assert result.is_complete
+
+
+def test_layers_that_no_number_of_stages_divides_are_divided_unevenly() -> None:
+    """61 layers are prime. The stages at both ends, with the embedding and the head, have fewer."""
+    found = search(subject_of("grpo-deepseek-v3-32n8g"), Lengths(512, 3584), max_found=2).found
+    assert found
+    for match in found:
+        stages, first, last = (
+            match.changes[f"actor.parallel.{name}"] for name in ("pp", "first_stage_layers", "last_stage_layers")
+        )
+        inner = (61 - first - last) // (stages - 2)
+        assert first + last + inner * (stages - 2) == 61
+        assert 1 <= last <= first <= inner
