@@ -112,7 +112,7 @@ def _read_in_order(parts: Sequence[Tensor], num_rows: tuple[int, ...]) -> Tensor
     """Return the outputs of all chunks. The matrix of a row goes from each of its chunks to the next."""
     outputs: list[Tensor] = []
     for num, fresh, old, q_before, seen, kept, k_after in zip(
-        num_rows, *(torch.split(x, num_rows) for x in parts), strict=True
+        num_rows, *(torch.split(x, [*num_rows]) for x in parts), strict=True
     ):
         if not outputs:
             state = fresh.new_zeros(*fresh.shape[:2], old.shape[-1], fresh.shape[-1])

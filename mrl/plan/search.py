@@ -309,7 +309,7 @@ def _layouts(placed: PlanInput, spec: ModelSpec, role: str, devices: int) -> Ite
         if samples_per_step(config.batch) % dp or (role in config.trained_roles() and samples_per_update % dp):
             continue
         try:
-            ends = {"first_stage_layers": first, "last_stage_layers": last}
+            ends: dict[str, Any] = {"first_stage_layers": first, "last_stage_layers": last}
             check_layout(ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, **ends), spec)
         except ModelError:
             continue

@@ -219,6 +219,7 @@ def test_a_run_goes_on_in_another_layout(config: Path, whole: tuple[list[dict[st
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_checkpoint_measured_by_itself_has_the_figures_of_the_run(
     config: Path, whole: tuple[list[dict[str, Any]], str], tmp_path: Path
 ) -> None:
