@@ -198,9 +198,10 @@ def _mlp_gradient_bytes(spec: ModelSpec, model: MegatronModelConfig, has_experts
     return hidden + max(tokens.seen * gradients, tokens.returning * spec.hidden) * item
 
 
-def forward_activations(spec: ModelSpec, model: MegatronModelConfig) -> int:
-    """Return the bytes of a forward pass without backward, the tensors of one layer."""
-    kinds = {(spec.has_experts(layer), spec.is_linear(layer)) for layer in range(spec.num_layers)}
+def forward_activations(spec: ModelSpec, model: MegatronModelConfig, stage: int) -> int:
+    """Return the bytes of a forward pass without backward in a pipeline stage, the tensors of one layer."""
+    chunks = (layers_of_chunk(model.parallel, spec.num_layers, stage, chunk) for chunk in range(model.parallel.vpp))
+    kinds = {(spec.has_experts(layer), spec.is_linear(layer)) for layers in chunks for layer in layers}
     return math.ceil(max(_forward_bytes(spec, model, *kind) for kind in kinds) * model.max_tokens_per_device)
 
 

@@ -217,7 +217,7 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
     layer_origin = "recomputed tensors, gradients, gathered sequences, and the gradient of the largest weight"
     at_work = max(kept.at_work + held.layer_weight, held.largest_parameter)
     backward = [[item("layer at work", at_work, layer_origin)]]
-    forward = [[item("activations", forward_activations(spec, model), f"{tokens}, one layer at a time")]]
+    forward = [[item("activations", forward_activations(spec, model, stage), f"{tokens}, one layer at a time")]]
     if stage == model.parallel.pp - 1:
         scored, origin = partial(head_bytes, spec, model, head, device=device), f"{tokens}, if all are scored"
         more = _divergence(subject) if name == "actor" and isinstance(config, Config) else ()

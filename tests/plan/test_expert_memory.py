@@ -23,7 +23,7 @@ def test_backward_in_a_layer_of_experts_takes_what_a_235b_takes_by_hand() -> Non
     # the experts with their three inner tensors.
     router = (24 * 8 + 5 * 128) / 2
     scored = 4 * row / 2 + row + router + (4 + 5 + 5 + 5) * row + 5 * 3 * 2 * 1536
-    assert forward_activations(spec, model) == pytest.approx(tokens * scored, rel=1e-6)
+    assert forward_activations(spec, model, 0) == pytest.approx(tokens * scored, rel=1e-6)
 
 
 def test_a_rank_with_one_expert_sorts_no_tokens() -> None:
@@ -36,7 +36,7 @@ def test_a_rank_with_one_expert_sorts_no_tokens() -> None:
     assert taken.at_work == pytest.approx(tokens * (layer.total + 2 * inner + 3 * row), rel=1e-6)
     router = (24 * 2 + 5 * 8) / 2
     scored = 4 * row / 2 + row + router + (1 + 1.25 + 1.25) * row + 3 * inner
-    assert forward_activations(spec, model) == pytest.approx(tokens * scored, rel=1e-6)
+    assert forward_activations(spec, model, 0) == pytest.approx(tokens * scored, rel=1e-6)
 
 
 def test_experts_that_are_split_sum_their_outputs_in_float32() -> None:
