@@ -58,11 +58,14 @@ def test_changes_are_typed_without_those_that_change_nothing() -> None:
 
 
 def test_settings_that_are_not_counted_are_named() -> None:
-    overrides = ["rollout.vllm.kv_cache_dtype=fp8", "rollout.vllm.quantization=fp8"]
+    overrides = ["rollout.vllm={kv_cache_dtype: fp8_ds_mla, quantization: mxfp4}", "algorithm.correction={}"]
     config = load_config(str(CONFIGS / f"{PRESET}.yaml"), overrides)
     subject = make_plan_input(config, "h100")
     assert list(not_modeled(subject.config)) == ["rollout.vllm.quantization", "rollout.vllm.kv_cache_dtype"]
-    assert list(not_modeled(subject_of(PRESET).config)) == []
+    fp8 = {"rollout__vllm__kv_cache_dtype": "fp8", "rollout__vllm__quantization": "fp8_per_block"}
+    counted = subject_of(PRESET, algorithm__correction="{}", **fp8)
+    for known in (subject_of(PRESET), counted):
+        assert list(not_modeled(known.config)) == []
 
 
 def test_advice_is_the_first_step_of_its_kind_that_fits_and_no_more_kinds_than_needed() -> None:

@@ -206,7 +206,7 @@ def rehearse_all(directory: Path) -> dict[str, EngineReport]:
 
     def of(family: str, tp: int, vllm: str = "{}") -> EngineReport:
         model = str(make_tiny(family, directory / family))
-        options = [f"rollout.tp={tp}", f"rollout.vllm={vllm}", *LAYOUTS.get(family, [])]
+        options = [f"rollout.tp={tp}", f"rollout.vllm={vllm}", "algorithm.correction={}", *LAYOUTS.get(family, [])]
         return rehearse_engine(config(model, *options), model)
 
     made = {
