@@ -18,6 +18,10 @@ from mrl.registry import Registry
 
 LOG_RATIO_BOUND = 20.0
 GSPO_LOG_RATIO_BOUND = 10.0
+DPPO_RATIO_BOUND = 20.0
+_LARGEST_PROBABILITY = 1 - 1e-6
+_ROUNDING = 1e-3
+"""Logarithm of a ratio that may be rounding, and counts as not clipped."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,16 @@ class PolicyTokens:
     def log_ratio_T(self) -> Tensor:
         """log pi - log pi_old, 0 on masked tokens."""
         return apply_mask(self.log_probs_T, self.mask_T) - apply_mask(self.old_log_probs_T, self.mask_T).detach()
+
+    @property
+    def probability_T(self) -> Tensor:
+        """pi, as a constant below 1."""
+        return apply_mask(self.log_probs_T, self.mask_T).detach().exp().clamp(max=_LARGEST_PROBABILITY)
+
+    @property
+    def old_probability_T(self) -> Tensor:
+        """pi_old, as a constant below 1."""
+        return apply_mask(self.old_log_probs_T.detach(), self.mask_T).exp().clamp(max=_LARGEST_PROBABILITY)
 
     @property
     def advantage_T(self) -> Tensor:
@@ -130,6 +144,65 @@ def gpg(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     """Plain policy gradient (GPG, REINFORCE): l_t = -A log pi_t, without a ratio or clipping."""
     loss_T = -tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, tokens.log_ratio_T, torch.zeros_like(tokens.mask_T))
+
+
+@POLICY_LOSSES.register("sapo")
+def sapo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """SAPO (arXiv 2511.20347): l_t = -A 4/tau sigmoid(tau (r_t - 1)), a soft gate instead of a clip.
+
+    tau is tau_pos where A > 0, otherwise tau_neg. At r_t = 1 the gradient is that of PPO.
+    """
+    advantage_T = tokens.advantage_T
+    log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    tau_T = torch.full_like(advantage_T, config.tau_neg).masked_fill(advantage_T > 0, config.tau_pos)
+    gate_T = 4 / tau_T * torch.sigmoid(tau_T * (log_ratio_T.exp() - 1))
+    return _losses(-advantage_T * gate_T, log_ratio_T, torch.zeros_like(tokens.mask_T))
+
+
+@POLICY_LOSSES.register("dppo_tv")
+def dppo_tv(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """DPPO (arXiv 2602.04879) with the total variation of a token and all others, |pi_t - pi_old_t|.
+
+    Drops a token that would leave the trust region further: A > 0 and pi_t - pi_old_t > clip_high, or A <= 0 and
+    pi_old_t - pi_t > clip_low. Others have l_t = -sg[min(r_t, 20)] A log pi_t.
+    """
+    change_T = tokens.probability_T - tokens.old_probability_T
+    outside_T = torch.where(tokens.advantage_T > 0, change_T > config.clip_high, -change_T > config.clip_low)
+    return _divergence_ppo(tokens, outside_T)
+
+
+@POLICY_LOSSES.register("dppo_kl")
+def dppo_kl(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """DPPO (arXiv 2602.04879) with KL(pi_old || pi) of a token and all others, q log q/p + (1 - q) log (1 - q)/(1 - p).
+
+    Drops a token if A > 0, its probability has grown, and the KL exceeds clip_high; or if A <= 0, its probability has
+    fallen, and the KL exceeds clip_low. Others as in `dppo_tv`.
+    """
+    p_T, q_T = tokens.probability_T, tokens.old_probability_T
+    kl_T = q_T * (q_T.log() - p_T.log()) + (1 - q_T) * (torch.log1p(-q_T) - torch.log1p(-p_T))
+    rises_T, falls_T = (p_T > q_T) & (kl_T > config.clip_high), (p_T < q_T) & (kl_T > config.clip_low)
+    return _divergence_ppo(tokens, torch.where(tokens.advantage_T > 0, rises_T, falls_T))
+
+
+def _divergence_ppo(tokens: PolicyTokens, outside_T: Tensor) -> TokenLosses:
+    log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    weight_T = log_ratio_T.detach().exp().clamp(max=DPPO_RATIO_BOUND) * ~outside_T
+    loss_T = -weight_T * tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
+    return _losses(loss_T, log_ratio_T, outside_T & tokens.mask_T)
+
+
+@POLICY_LOSSES.register("topr")
+def topr(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """TOPR (arXiv 2503.14286): l_t = -A log pi_t, with A < 0 weighted by the row's ratio, at most 1.
+
+    The ratio is exp(sum_t log r_t), as a constant. Use it with seq-mean-token-sum.
+    """
+    advantage_T, log_ratio_T = tokens.advantage_T, tokens.log_ratio_T
+    row_T = tokens.rows.expand(tokens.rows.sum(log_ratio_T.detach()))
+    falls_T = advantage_T < 0
+    weight_T = torch.where(falls_T, row_T.clamp(-LOG_RATIO_BOUND, 0).exp(), 1.0)
+    loss_T = -weight_T * advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
+    return _losses(loss_T, log_ratio_T, falls_T & (row_T > _ROUNDING))
 
 
 @dataclass(frozen=True)

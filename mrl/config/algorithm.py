@@ -11,7 +11,10 @@ ADVANTAGES = (
     *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
 )
-POLICY_LOSSES = ("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg")
+POLICY_LOSSES = (
+    *("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg"),
+    *("sapo", "dppo_tv", "dppo_kl", "topr"),
+)
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "kl", "mse", "low_var_kl")
 KlEstimator = Annotated[str, component("KL estimator", KL_ESTIMATORS)]
@@ -47,9 +50,15 @@ class LossConfig:
     horizon_tokens: Count | None = None
     """Divisor of `seq-mean-token-sum-norm`. Null uses rollout.max_response_tokens."""
     clip_low: Proportion = 0.2
-    """Lower clip of the probability ratio: 1 minus this value."""
+    """Lower clip of the probability ratio: 1 minus this value. For `dppo_tv` and `dppo_kl`, the largest divergence of a
+    token whose probability falls."""
     clip_high: Amount = 0.2
-    """Upper clip of the probability ratio: 1 plus this value."""
+    """Upper clip of the probability ratio: 1 plus this value. For `dppo_tv` and `dppo_kl`, the largest divergence of a
+    token whose probability grows."""
+    tau_pos: Annotated[float, more_than(0)] = 1.0
+    """For `sapo`: how fast the gate closes for tokens with a positive advantage."""
+    tau_neg: Annotated[float, more_than(0)] = 1.05
+    """For `sapo`: the same for other tokens."""
     dual_clip: Annotated[float, more_than(1)] | None = 3.0
     """With a negative advantage, the loss of a token is at most the advantage times this. Null sets no bound."""
     entropy_coef: Amount = 0.0

@@ -6,6 +6,7 @@ A row is the list of the tokens that the model wrote: masked ones are already go
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 Row = list[float]
 
@@ -182,7 +183,57 @@ def gpg(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual
     return [(-a * lp, -a, False, False) for lp, a in zip(log_probs, advantages, strict=True)]
 
 
-POLICY_LOSSES = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "gmpo": gmpo, "gpg": gpg}
+def sapo(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    result = []
+    for lp, ol, a in zip(log_probs, old, advantages, strict=True):
+        tau, ratio = 1.0 if a > 0 else 1.05, math.exp(clamp(lp - ol, -20, 20))
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        result.append((-a * gate * 4 / tau, -a * 4 * gate * (1 - gate) * ratio, False, False))
+    return result
+
+
+def _dppo(log_probs: Row, old: Row, advantages: Row, outside: Callable[[float, float, bool], bool]) -> list[Token]:
+    result = []
+    for lp, ol, a in zip(log_probs, old, advantages, strict=True):
+        p, q = min(math.exp(lp), 1 - 1e-6), min(math.exp(ol), 1 - 1e-6)
+        dropped = outside(p, q, a > 0)
+        weight = 0.0 if dropped else min(math.exp(clamp(lp - ol, -20, 20)), 20.0)
+        result.append((-weight * a * lp, -weight * a, dropped, False))
+    return result
+
+
+def dppo_tv(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    return _dppo(log_probs, old, advantages, lambda p, q, up: p - q > high if up else q - p > low)
+
+
+def dppo_kl(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    def outside(p: float, q: float, up: bool) -> bool:
+        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        return kl > high and p > q if up else kl > low and p < q
+
+    return _dppo(log_probs, old, advantages, outside)
+
+
+def topr(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    log_ratio = math.fsum(lp - ol for lp, ol in zip(log_probs, old, strict=True))
+    weights = [math.exp(clamp(log_ratio, -20, 0)) if a < 0 else 1.0 for a in advantages]
+    return [
+        (-w * a * lp, -w * a, a < 0 and log_ratio > 1e-3, False)
+        for w, a, lp in zip(weights, advantages, log_probs, strict=True)
+    ]
+
+
+POLICY_LOSSES = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "gmpo": gmpo,
+    "gpg": gpg,
+    "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "topr": topr,
+}
 
 
 def value_loss(value: float, old: float, target: float, clip: float | None) -> tuple[float, float, bool]:

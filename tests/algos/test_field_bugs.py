@@ -334,7 +334,7 @@ def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None
 # ---- policy loss, rollout correction, masks
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo", "gmpo", "gpg"])
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_only_the_new_policy_is_differentiated(name: str) -> None:
     rows, mask_T = Rows.of([2]), torch.ones(2, dtype=torch.bool)
     old_T, advantages_T, log_probs_T, weights_T, ref_T = (column(-1, -2).requires_grad_() for _ in range(5))

@@ -193,6 +193,19 @@ def policy_loss(
         beyond = clipped != log_ratio
         reports["pg_clipfrac_lower"] = (beyond & (advantage < 0)).double()
         return sequence_loss.expand(len(old)), reports | {"pg_clipfrac": (beyond & up).double()}
+    if name == "sapo":
+        tau = torch.full_like(old, loss["tau_neg"]).masked_fill(advantage > 0, loss["tau_pos"])
+        return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp()), reports | {"pg_clipfrac": zeros}
+    if name in ("dppo_tv", "dppo_kl"):
+        p, q = log_probs.detach().exp(), old.exp()
+        divergence = (p - q).abs() if name == "dppo_tv" else q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+        leaves = torch.where(advantage > 0, (p > q) & (divergence > high), (p < q) & (divergence > low)).double()
+        weight = ratio.detach().clamp(max=20) * (1 - leaves)
+        return -weight * advantage * log_probs, reports | {"pg_clipfrac": leaves}
+    if name == "topr":
+        of_row, falls = log_ratio.detach().sum(), advantage < 0
+        weight = torch.where(falls, of_row.exp().clamp(max=1), 1.0)
+        return -weight * advantage * log_probs, reports | {"pg_clipfrac": (falls & (of_row > 1e-3)).double()}
     assert name == "gpg", name
     return -advantage * log_probs, reports | {"pg_clipfrac": zeros}
 

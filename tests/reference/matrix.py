@@ -35,7 +35,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     # Not abs: if the policy equals its reference, as in each first update, its gradient is a rounding error's sign.
     "in_loss": ("k3", "k1", "k2", "k1+", "k3+", "abs+"),
     "aggregation": ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
-    "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg"),
+    "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr"),
     "temperature": (0.7, 1.0),
     "updates": ("2 updates", "1 update", "3 updates", "2 updates 2 epochs"),
     "schedule": ("warmup linear", "constant", "cosine"),
