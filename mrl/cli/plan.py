@@ -9,7 +9,13 @@ from collections.abc import Iterator, Sequence
 
 from mrl.cli import rehearse
 from mrl.cli.arguments import add_config, aligned, load_one
-from mrl.config.arithmetic import engine_nodes, has_own_rollout_pool, num_engines, samples_per_step
+from mrl.config.arithmetic import (
+    engine_nodes,
+    has_own_rollout_pool,
+    longest_sample_tokens,
+    num_engines,
+    samples_per_step,
+)
 from mrl.config.hardware import DEFAULT, HARDWARE
 from mrl.config.resolved.load import Resolved
 from mrl.config.schema import Config
@@ -154,6 +160,10 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
         yield f"  Each spans {nodes} nodes: its ranks are assumed to add up at {rate:.0f} GB/s over all network cards."
     yield from _turns(config)
     yield f"Host: {gib(plan.host_bytes_per_node)} on each machine: memory moved off devices, and a checkpoint copy."
+    if config.algorithm.router_replay == "R3":
+        per_token, tokens = subject.specs["actor"].route_bytes, longest_sample_tokens(config.rollout)
+        step = per_token * tokens * samples_per_step(config.batch)
+        yield f"Router replay: {per_token} bytes per token, up to {gib(step)} per step over the memory of all machines."
 
 
 def _turns(config: Config) -> Iterator[str]:
