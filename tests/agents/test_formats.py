@@ -80,7 +80,8 @@ GOLDEN: list[tuple[str, str, list[tuple[str, Any]]]] = [
     ),
     (
         "deepseek_v3",
-        "<think>so</think>I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        "<think>so <｜tool▁call▁begin｜>function<｜tool▁sep｜>no\n```json\n{}\n```<｜tool▁call▁end｜></think>"
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
         '{"a": 12, "q": "```ö"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n'
         "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [("add", {"a": 12, "q": "```ö"}), ("now", {})],
