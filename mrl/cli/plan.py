@@ -21,6 +21,7 @@ from mrl.config.resolved.load import Resolved
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, SftConfig
 from mrl.errors import ConfigError, Problem, counted
+from mrl.models.spec import route_bytes
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.asynchrony import faster_split, plan_asynchrony
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
@@ -161,7 +162,7 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
     yield from _turns(config)
     yield f"Host: {gib(plan.host_bytes_per_node)} on each machine: memory moved off devices, and a checkpoint copy."
     if config.algorithm.router_replay == "R3":
-        per_token, tokens = subject.specs["actor"].route_bytes, longest_sample_tokens(config.rollout)
+        per_token, tokens = route_bytes(subject.specs["actor"]), longest_sample_tokens(config.rollout)
         step = per_token * tokens * samples_per_step(config.batch)
         yield f"Router replay: {per_token} bytes per token, up to {gib(step)} per step over the memory of all machines."
 

@@ -130,14 +130,6 @@ class ModelSpec:
         if len(moe.dense_layers) == self.num_layers:
             raise ModelError(f"experts are described, but none of the {self.num_layers} layers has any")
 
-    @property
-    def route_bytes(self) -> int:
-        """Bytes of the experts that one token chooses in all layers: a byte per choice among up to 256 experts."""
-        if self.moe is None:
-            return 0
-        num_choices = self.moe.experts_per_token * sum(map(self.has_experts, range(self.num_layers)))
-        return num_choices * (1 if self.moe.num_experts <= 256 else 2)
-
     def has_experts(self, layer: int) -> bool:
         """Return whether that layer (counted over the whole model, from 0) routes its tokens to experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
@@ -246,6 +238,14 @@ class ModelSpec:
         expert_layer = 3 * self.hidden * (num_experts * self.moe.expert_ffn + self.moe.shared_ffn)
         expert_layer += (self.moe.num_experts + self.moe.shared_gate) * self.hidden
         return dense + num_moe_layers * expert_layer
+
+
+def route_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the experts that one token chooses in all layers: a byte per choice among up to 256."""
+    if spec.moe is None:
+        return 0
+    num_choices = spec.moe.experts_per_token * sum(map(spec.has_experts, range(spec.num_layers)))
+    return num_choices * (1 if spec.moe.num_experts <= 256 else 2)
 
 
 def _mlp_biases(spec: ModelSpec) -> int:

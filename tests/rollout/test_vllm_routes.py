@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
+from mrl.models.spec import route_bytes
 from mrl.rollout.engine import EngineSettings, RolloutEngine
 from mrl.rollout.engine_routes import EngineRoutes
 from mrl.rollout.requests import Generated, Sampling
@@ -46,7 +47,7 @@ def test_routes_are_the_choices_of_transformers(
         expected = [layer.topk(NUM_CHOSEN).indices.sort(-1).values for layer in logits]
         assert sample.routes is not None
         assert sample.routes.dtype == np.uint8
-        assert sample.routes.nbytes == read_spec(model).route_bytes * len(sample.routes), "as planned"
+        assert sample.routes.nbytes == route_bytes(read_spec(model)) * len(sample.routes), "as planned"
         assert np.array_equal(np.sort(sample.routes, -1), torch.stack(expected, 1).numpy())
     assert engine.step() == []
     engine.start(asked, SAMPLING)
