@@ -27,7 +27,7 @@ NAMES: Mapping[str, tuple[str, Convert]] = {
     "train_batch_size": ("batch.prompts_per_step", same),
     "filter_overlong_prompts": ("data.overlong", to.overlong),
     "truncation": ("data.overlong", to.overlong),
-    "shuffle_train_dataloader": ("data.shuffle", same),
+    **dict.fromkeys(("data.shuffle", "shuffle_train_dataloader"), ("data.shuffle", same)),
     "custom_cls.path": ("data.train.NAME.dataset", name_alone),
     "custom_cls.name": ("data.train.NAME.dataset", name_alone),
     "apply_chat_template_kwargs": ("data.template", name_alone),
@@ -98,8 +98,11 @@ NAMES: Mapping[str, tuple[str, Convert]] = {
     "target_kl": ("algorithm.kl.target", to.kl_target),
     "kl_ctrl.horizon": ("algorithm.kl.horizon_samples", to.if_adaptive),
     "max_num_gen_batches": ("algorithm.dynamic_sampling.most_rounds", same),
-    "overlong_buffer.len": ("algorithm.overlong.buffer_tokens", same),
-    "overlong_buffer.penalty_factor": ("algorithm.overlong.factor", same),
+    **{
+        f"{section}.{key}": (f"algorithm.overlong.{name}", same)
+        for section in ("overlong_buffer", "overlong_buffer_cfg")
+        for key, name in (("len", "buffer_tokens"), ("penalty_factor", "factor"))
+    },
     "router_replay.mode": ("algorithm.router_replay", among(("R2", "R3"), disabled="none")),
     "rollout_is": ("algorithm.correction.level", same),
     "rollout_is_threshold": ("algorithm.correction.upper", same),
@@ -186,7 +189,13 @@ REASONS: Mapping[str, str] = {
     "override_config.*": "the model follows its config.json",
     "use_remove_padding": _PACKED,
     "return_last_hidden_state": "no caller needs hidden states of the policy",
-    **dict.fromkeys(("use_liger", "use_fused_loss", "use_fused_kernels"), "the head and its loss are always fused"),
+    **dict.fromkeys(
+        (
+            *("use_liger", "use_fused_loss", "use_fused_kernels"),
+            *("entropy_checkpointing", "entropy_from_logits_with_chunking"),
+        ),
+        "the head and its loss are always fused",
+    ),
     "model.lora.dropout": "log-probs would not be those of the policy that the engine samples from",
     "model.lora.type": "each Hugging Face module has its own pair of adapters",
     "exclude_modules": "actor.lora.targets lists the modules that have adapters",
@@ -208,11 +217,21 @@ REASONS: Mapping[str, str] = {
     "critic.shuffle": "the samples of a step are shuffled if there are several updates",
     "checkpoint.*": _CHECKPOINT,
     "load_weight": "weights are always loaded",
-    "profile.*": "there is no profiler; timing_s/* of metrics.jsonl times each phase",
+    **dict.fromkeys(
+        ("profile.*", "profiler.*", "global_profiler.*"),
+        "there is no profiler; timing_s/* of metrics.jsonl times each phase",
+    ),
     "use_distributed_optimizer": "the optimizer is always distributed",
     "use_dist_checkpointing": _CHECKPOINT,
     "dist_checkpointing_path": _CHECKPOINT,
-    "use_mbridge": "models are read from their Hugging Face files in one way",
+    **dict.fromkeys(("use_mbridge", "vanilla_mbridge"), "models are read from their Hugging Face files in one way"),
+    "disable_mm_preprocessor_cache": _TEXT,
+    "nccl_timeout": "deadlines.call_s limits every call",
+    "calculate_log_probs": "engines always return the log-probs of their samples",
+    "use_legacy_worker_impl": "each role has one worker class: ROLE.worker",
+    **dict.fromkeys(
+        ("layered_summon", "update_weights_bucket_megabytes"), "weights travel in parts: sync.bucket_bytes"
+    ),
     **dict.fromkeys(("sync_actor", "sync_actor_alpha", "sync_steps"), "the reference model never changes"),
     "rollout.mode": _SERVED,
     "chat_scheduler": _SERVED,
@@ -226,7 +245,9 @@ REASONS: Mapping[str, str] = {
     "layer_name_map.*": "each model family has a table of its tensors",
     "rollout_n": "batch.samples_per_prompt applies to every role",
     "max_length": "a reward model always sees whole samples",
-    "launch_reward_fn_async": "rewards always run while other samples are generated",
+    **dict.fromkeys(
+        ("launch_reward_fn_async", "use_reward_loop"), "rewards always run while other samples are generated"
+    ),
     "num_examine": "samples are written to files: training.samples_every",
     "balance_batch": "rows are always distributed over ranks by their work",
     "total_epochs": "training.steps counts steps, and prompts start over after all were drawn",
