@@ -78,6 +78,8 @@ NAMES: Mapping[str, tuple[str, Convert]] = {
     "megatron.seed": ("training.seed", same),
     # algorithm
     "adv_estimator": ("algorithm.advantage", to.advantage),
+    "algorithm.gamma": ("algorithm.gamma", same),
+    "algorithm.lam": ("algorithm.lam", same),
     "norm_adv_by_std_in_grpo": ("algorithm.advantage", to.grpo_by_std),
     "clip_ratio": ("algorithm.loss.clip_low, algorithm.loss.clip_high", same),
     "clip_ratio_low": ("algorithm.loss.clip_low", same),
