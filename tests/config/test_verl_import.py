@@ -16,7 +16,7 @@ from mrl.errors import ConfigError
 
 SCRIPT = """\
 set -x
-# algorithm.adv_estimator=rloo in a comment counts for nothing
+# algorithm.gamma=0.5 in a comment counts for nothing
 export MODEL=${MODEL:-Qwen/Qwen2-7B-Instruct}
 prompt=$((1024 * 2))
 response=$((prompt + 1024))
@@ -39,6 +39,7 @@ python3 -m verl.trainer.main_ppo --config-path=config \\
     +actor_rollout_ref.actor.megatron.override_ddp_config.overlap_grad_reduce=True \\
     actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4 \\
     actor_rollout_ref.rollout.n=8 \\
+    actor_rollout_ref.rollout.n_agent=4 \\
     critic.optim.lr=1e-5 \\
     reward_model.model.path=org/scorer \\
     trainer.default_local_dir=$(date +%s) \\
@@ -86,6 +87,7 @@ def test_each_key_is_in_one_part_of_the_report() -> None:
     assert reasons["critic.optim.lr"] == "adv_estimator=grpo has no critic"
     assert reasons["reward_model.model.path"] == "reward_model.enable is not true"
     assert reasons["trainer.default_local_dir"] == "the script computes its value: set it by hand"
+    assert reasons["actor_rollout_ref.rollout.n_agent"] == "another key has set batch.samples_per_prompt to 8"
     assert "layout" in reasons["actor_rollout_ref.ref.megatron.tensor_model_parallel_size"]
     assert [fate.key for fate in made.unknown] == ["trainer.frobnicate"]
     assert {fate.key: fate.remark for fate in made.changed}["actor_rollout_ref.actor.ppo_mini_batch_size"] == (
