@@ -68,6 +68,8 @@ algorithm:
     horizon_tokens: null                         # default
     clip_low: 0.2                                # default
     clip_high: 0.2                               # default
+    tau_pos: 1.0                                 # default
+    tau_neg: 1.05                                # default
     dual_clip: 3.0                               # default
     entropy_coef: 0.0                            # default
     log_entropy: true                            # default
