@@ -197,7 +197,7 @@ def policy_loss(
         tau = torch.full_like(old, loss["tau_neg"]).masked_fill(advantage > 0, loss["tau_pos"])
         return -advantage * 4 / tau / (1 + (-tau * (ratio - 1)).exp()), reports | {"pg_clipfrac": zeros}
     if name in ("dppo_tv", "dppo_kl"):
-        p, q = log_probs.detach().exp(), old.exp()
+        p, q = (x.exp().clamp(max=1 - 1e-6) for x in (log_probs.detach(), old))
         divergence = (p - q).abs() if name == "dppo_tv" else q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
         leaves = torch.where(advantage > 0, (p > q) & (divergence > high), (p < q) & (divergence > low)).double()
         weight = ratio.detach().clamp(max=20) * (1 - leaves)
