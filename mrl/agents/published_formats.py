@@ -128,7 +128,7 @@ class _Tags(Hermes):
             return call
         schemas = parameters.get("properties", {})
         typed = {name: _typed(value, schemas.get(name, {})) for name, value in call.arguments.items()}
-        return replace(call, arguments=typed)
+        return made_call(call.name, typed)
 
 
 class QwenCoder(_Tags):

@@ -153,3 +153,14 @@ def test_the_token_of_the_next_speaker_that_ends_a_turn_stands_there_once(
         )
         assert encoded is not None
         assert encoded.text == before + shown
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [("[" * 400 + "]" * 400, "nests more than 32"), ('["\\ud800"]', "half of a character")],
+)
+def test_a_value_that_cannot_be_passed_on_is_a_problem_of_its_call(value: str, problem: str) -> None:
+    text = f"<tool_call>look<arg_key>days</arg_key><arg_value>{value}</arg_value></tool_call>"
+    (call,) = calls_of(load_format("glm45"), text, "stop", TOOLS)
+    assert call.arguments is None
+    assert problem in call.problem
