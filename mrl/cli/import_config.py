@@ -54,14 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _report(made: Imported) -> Iterator[str]:
     """Yield the four parts of the report. A key that does not count in verl itself is left out, too."""
-    for title, fates in (
+    for title, reports in (
         ("taken over", made.taken),
         ("taken over with another meaning or unit", made.changed),
         ("left out, with the reason", made.left_out),
         ("not known as keys of verl", made.unknown),
     ):
-        yield f"{counted(len(fates), 'key')} {title}:"
-        yield from (f"  {line}" for line in aligned([*rows(fates)]))
+        yield f"{counted(len(reports), 'key')} {title}:"
+        yield from (f"  {line}" for line in aligned([*rows(reports)]))
 
 
 def _arithmetic(config: Config) -> str:

@@ -25,7 +25,7 @@ _SOURCES = {
 
 
 @dataclass(frozen=True)
-class Fate:
+class KeyReport:
     """A key of verl, and its counterpart."""
 
     key: str
@@ -40,11 +40,11 @@ class Imported:
     """The values of a configuration, and the keys of verl behind them."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    taken: list[Fate] = field(default_factory=list)
-    changed: list[Fate] = field(default_factory=list)
+    taken: list[KeyReport] = field(default_factory=list)
+    changed: list[KeyReport] = field(default_factory=list)
     """Taken over with another meaning or unit."""
-    left_out: list[Fate] = field(default_factory=list)
-    unknown: list[Fate] = field(default_factory=list)
+    left_out: list[KeyReport] = field(default_factory=list)
+    unknown: list[KeyReport] = field(default_factory=list)
 
     def set(self, name: str, value: Any, *, again: bool = False) -> Any:
         """Set a key. Return the value that it already has, if that is another one; with `again`, replace it."""
@@ -78,35 +78,39 @@ def _take(made: Imported, path: KeyPath, value: Any, values: Mapping[str, Any]) 
     match = name_for(path)
     if off or match is None:
         reason = off or reason_for(path)
-        (made.left_out if reason else made.unknown).append(Fate(key, value, "", reason or "no key of verl is known"))
+        (made.left_out if reason else made.unknown).append(
+            KeyReport(key, value, "", reason or "no key of verl is known")
+        )
         return
     name, convert = match
     if "$" in str(value).replace("${oc.env:", ""):
-        made.left_out.append(Fate(key, value, name, "the script computes its value: set it by hand"))
+        made.left_out.append(KeyReport(key, value, name, "the script computes its value: set it by hand"))
         return
     converted = _CONVERTED.fullmatch(text := convert(value, values))
     if name.startswith("reference."):
-        made.left_out.append(Fate(key, value, "", "the reference has the actor's layout"))
+        made.left_out.append(KeyReport(key, value, "", "the reference has the actor's layout"))
     elif name.startswith(("agent.", "reward.functions.")) or converted is None or not converted[1].strip():
-        made.left_out.append(Fate(key, value, name, text.lstrip(" ,=") or _BY_HAND))
+        made.left_out.append(KeyReport(key, value, name, text.lstrip(" ,=") or _BY_HAND))
     else:
         taken = value if convert is same else parsed(converted[1].strip())
-        _set(made, Fate(key, value, name, converted[2] or ""), taken)
+        _set(made, KeyReport(key, value, name, converted[2] or ""), taken)
 
 
-def _set(made: Imported, fate: Fate, value: Any) -> None:
-    files = value if isinstance(value, list) and ".NAME." in fate.name else [value]
-    for name in fate.name.split(", "):
+def _set(made: Imported, report: KeyReport, value: Any) -> None:
+    files = value if isinstance(value, list) and ".NAME." in report.name else [value]
+    for name in report.name.split(", "):
         for number, one in enumerate(files):
             entry = name.replace(".NAME.", ".main." if len(files) == 1 else f".part{number}.")
             if (other := made.set(entry, one)) is not None:
-                made.left_out.append(Fate(fate.key, fate.value, name, f"another key has set {entry} to {other}"))
+                made.left_out.append(
+                    KeyReport(report.key, report.value, name, f"another key has set {entry} to {other}")
+                )
                 return
         if name.endswith("megatron.recompute_granularity") and value == "full":
             made.set(name.replace("granularity", "method"), "uniform")
             made.set(name.replace("granularity", "num_layers"), 1)
-    shown = ", ".join(f"{name.replace('NAME', 'main')}={value}" for name in fate.name.split(", "))
-    (made.changed if fate.remark else made.taken).append(Fate(fate.key, fate.value, shown, fate.remark))
+    shown = ", ".join(f"{name.replace('NAME', 'main')}={value}" for name in report.name.split(", "))
+    (made.changed if report.remark else made.taken).append(KeyReport(report.key, report.value, shown, report.remark))
 
 
 def as_yaml(made: Imported) -> str:
@@ -147,7 +151,7 @@ def _add_budgets(made: Imported, values: Mapping[str, Any]) -> None:
         made.set(f"{role}.max_tokens_per_device", samples * length)
         remark = f"{samples} samples of up to {length} tokens; mrl fills a micro-batch with shorter ones"
         shown = f"{role}.max_tokens_per_device={samples * length}"
-        made.changed.append(Fate(f"{section}.ppo_micro_batch_size_per_gpu", samples, shown, remark))
+        made.changed.append(KeyReport(f"{section}.ppo_micro_batch_size_per_gpu", samples, shown, remark))
 
 
 def _whole(value: Any) -> int:
@@ -162,7 +166,7 @@ def _add_machines(made: Imported, values: Mapping[str, Any]) -> None:
     if isinstance(nodes, int) and isinstance(here, int):
         made.set("placement.pools.all", nodes * here)
     else:
-        made.left_out.append(Fate("trainer.nnodes", nodes, "placement.pools.all", "set it to all devices by hand"))
+        made.left_out.append(KeyReport("trainer.nnodes", nodes, "placement.pools.all", "set it to all devices by hand"))
     roles = {"critic": find(values, "adv_estimator") in (None, "gae"), "reward_model": "reward_model" in made.values}
     made.set("placement.roles", {"actor": "all"} | {role: "all" for role, has_it in roles.items() if has_it})
 
@@ -171,7 +175,7 @@ def _add_rewards(made: Imported, leaves: Mapping[KeyPath, Any]) -> None:
     if not any(path[0] == "custom_reward_function" for path in leaves):
         made.set("reward.functions", {name: {"name": name, "sources": [*of]} for name, of in _SOURCES.items()})
         remark = "verl's default for these data sources; others need a function"
-        made.changed.append(Fate("default_compute_score", "", "reward.functions", remark))
+        made.changed.append(KeyReport("default_compute_score", "", "reward.functions", remark))
 
 
 def _nest(values: dict[str, Any], path: KeyPath, value: Any) -> None:
@@ -181,8 +185,8 @@ def _nest(values: dict[str, Any], path: KeyPath, value: Any) -> None:
     values[path[-1]] = value
 
 
-def rows(fates: list[Fate]) -> Iterator[tuple[str, str]]:
+def rows(reports: list[KeyReport]) -> Iterator[tuple[str, str]]:
     """Yield what the report shows of each key."""
-    for fate in fates:
-        old = f"{fate.key}={fate.value}" if fate.value != "" else fate.key
-        yield old, f"{fate.name}{': ' if fate.name and fate.remark else ''}{fate.remark}"
+    for report in reports:
+        old = f"{report.key}={report.value}" if report.value != "" else report.key
+        yield old, f"{report.name}{': ' if report.name and report.remark else ''}{report.remark}"

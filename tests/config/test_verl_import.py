@@ -81,16 +81,16 @@ def test_a_script_becomes_a_configuration() -> None:
 def test_each_key_is_in_one_part_of_the_report() -> None:
     made = imported()
     parts = [made.taken, made.changed, made.left_out, made.unknown]
-    reported = [fate.key for part in parts for fate in part]
+    reported = [report.key for part in parts for report in part]
     assert set(reported) >= {".".join(path) for path in read_verl(SCRIPT, "run.sh")}
-    reasons = {fate.key: fate.remark for fate in made.left_out}
+    reasons = {report.key: report.remark for report in made.left_out}
     assert reasons["critic.optim.lr"] == "adv_estimator=grpo has no critic"
     assert reasons["reward_model.model.path"] == "reward_model.enable is not true"
     assert reasons["trainer.default_local_dir"] == "the script computes its value: set it by hand"
     assert reasons["actor_rollout_ref.rollout.n_agent"] == "another key has set batch.samples_per_prompt to 8"
     assert "layout" in reasons["actor_rollout_ref.ref.megatron.tensor_model_parallel_size"]
-    assert [fate.key for fate in made.unknown] == ["trainer.frobnicate"]
-    assert {fate.key: fate.remark for fate in made.changed}["actor_rollout_ref.actor.ppo_mini_batch_size"] == (
+    assert [report.key for report in made.unknown] == ["trainer.frobnicate"]
+    assert {report.key: report.remark for report in made.changed}["actor_rollout_ref.actor.ppo_mini_batch_size"] == (
         "which is ppo_mini_batch_size 128 x rollout.n 8"
     )
 
