@@ -68,8 +68,8 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     demand = planned_demand(config, spec, hardware.memory_bytes)
     capacity, reserve = engine_capacity(demand), ASSUMPTIONS.engine_reserve_bytes
     sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
+    _, largest = engine_bytes(spec, rollout.tp, demand.dtype)
     quantized = is_online_fp8(options)
-    _, largest = engine_bytes(spec, 1 if quantized else rollout.tp, demand.dtype)  # quantized engines get whole tensors
     held = f"the parameters of a worker at tp {rollout.tp} in {'FP8' if quantized else demand.dtype}"
     work = demand.work_bytes(sequences, tokens)
     cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"

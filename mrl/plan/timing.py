@@ -34,7 +34,6 @@ from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import head_of, scoring_phase
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.weights import buffers, stage_weights
-from mrl.rollout.quantization import is_online_fp8
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
 
 
@@ -332,16 +331,9 @@ def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
 
 
 def _sent_elements(subject: PlanInput) -> tuple[float, float]:
-    """Return the elements that the busiest device sends or receives within its node, and over the network.
-
-    An engine that quantizes gets every tensor whole on each of its devices.
-    """
+    """Return the elements that the busiest device sends or receives within its node, and over the network."""
     config, spec, here = subject.config, subject.specs["actor"], subject.config.cluster.devices_per_node
     model, mesh = config.actor, role_mesh(config, "actor")
-    if is_online_fp8(config.rollout.vllm):
-        at = model.parallel
-        num_holders = at.pp * max(at.tp, at.ep * at.etp)  # of the parts of the model
-        return spec.num_parameters, spec.num_parameters * max(0.0, 1 - here / num_holders)
     traffic = ReshardTraffic(spec, model.parallel, mesh, config.rollout.tp, here).busiest()
     return traffic.link, traffic.network
 

@@ -17,6 +17,7 @@ from mrl.models.rollout_table import EngineSizes, Fused
 from mrl.models.spec import ModelSpec
 from mrl.models.table import shards_of
 from mrl.plan.memory import gib
+from mrl.rollout.quantization import shares_scales
 from mrl.weight_sync.ipc import ALIGNMENT_BYTES
 from mrl.weight_sync.planner import BucketSizes, ReshardPlanner, RolloutLayout
 
@@ -94,7 +95,8 @@ def rollout_layout(config: Config, spec: ModelSpec) -> RolloutLayout:
     first = num_trainers if has_own_rollout_pool(config) else 0
     hosts = range(first, first + num_engines(config) * config.rollout.tp)
     nodes = tuple(rank // config.cluster.devices_per_node for rank in range(max(num_trainers, hosts.stop)))
-    return RolloutLayout(EngineSizes.of(config.rollout, spec), tuple(hosts), nodes)
+    sizes, in_step = EngineSizes.of(config.rollout, spec), shares_scales(config.rollout)
+    return RolloutLayout(sizes, tuple(hosts), nodes, in_step=in_step)
 
 
 class PlannedWeights:

@@ -22,6 +22,7 @@ from mrl.config.schema import Config
 from mrl.dtypes import dtype_name, torch_dtype
 from mrl.models.families import FAMILIES, read_spec
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
+from mrl.models.spec import ModelSpec
 from mrl.models.table import file_tensors, hf_tensors
 from mrl.rehearse.engine_weights import (
     EngineRanks,
@@ -36,6 +37,7 @@ from mrl.rehearse.vllm_world import build, engine_rank, load
 from mrl.rollout.capacity import engine_share
 from mrl.rollout.engine import EngineSettings
 from mrl.rollout.vllm_engine import engine_arguments
+from mrl.weight_sync.vllm_fp8 import is_quantized_on_arrival
 from mrl.weight_sync.vllm_parameters import full_tensor_reason
 
 _REFUSALS = (ImportError, NotImplementedError, RuntimeError, ValueError)
@@ -64,8 +66,7 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
                 name, found = type(built).__name__, list(_wrong_dtypes(rank, built, dtype, wide))
                 if reason := full_tensor_reason(built):
                     reason = f"{name} takes whole tensors, which only vLLM's loader can divide: {reason}"
-                elif file_tensors(spec, "lm") != hf_tensors(spec, "lm"):
-                    reason = f"{name} transposes experts while it loads them: only names and shapes are compared"
+                elif reason := _loading_reason(name, built, spec):
                     shapes = {key: tuple(parameter.shape) for key, parameter in built.named_parameters()}
                     found += shape_differences(rank, planned.of(rank), shapes)
                 else:
@@ -92,6 +93,16 @@ def _settings(config: Config, model: Path) -> EngineSettings:
         share=engine_share(config),
         vllm={name: value for name, value in rollout.vllm.items() if name not in left_out},
     )
+
+
+def _loading_reason(name: str, model: Module, spec: ModelSpec) -> str:
+    """Return why only names and shapes are compared, as vLLM's loaders do more than copy; empty if they only copy."""
+    does = ""
+    if any(map(is_quantized_on_arrival, model.modules())):
+        does = "quantizes weights to FP8"
+    elif file_tensors(spec, "lm") != hf_tensors(spec, "lm"):
+        does = "transposes experts"
+    return does and f"{name} {does} while it loads them: only names and shapes are compared"
 
 
 def _wrong_dtypes(rank: int, model: Module, dtype: torch.dtype, wide: set[str]) -> Iterator[ParameterDifference]:

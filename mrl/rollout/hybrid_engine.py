@@ -38,6 +38,7 @@ from mrl.models.rollout_table import EngineSizes
 from mrl.rollout.capacity import MAX_SEQUENCES, engine_share
 from mrl.rollout.engine import EngineSettings, Part, device_full
 from mrl.rollout.fleet import FollowUps, RolloutFleet
+from mrl.rollout.quantization import shares_scales
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.schedule import REPLICA
 from mrl.weight_sync.ipc import socket_path
@@ -123,7 +124,9 @@ class HybridEngine:
         whole = bool(self.fleet.full_tensor_reason)
         sizes = EngineSizes.of(config.rollout, read_spec(config.model.path), whole=whole)
         route = WeightSyncSpec(
-            layout=RolloutLayout(sizes, hosts, tuple(numbers[node] for node in nodes)),
+            layout=RolloutLayout(
+                sizes, hosts, tuple(numbers[node] for node in nodes), in_step=shares_scales(config.rollout)
+            ),
             sockets=tuple(
                 socket_path(self._sockets, REPLICA.format(worker // tp), worker % tp) for worker in range(num_workers)
             ),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mrl.config.schema import RolloutConfig
+
 ONLINE_FP8 = ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block")
 """Ways of vLLM that quantize unquantized weights. Scales have less than a hundredth of the bytes."""
 FP8_BYTES = 1
@@ -23,6 +25,16 @@ def is_online_fp8(vllm: Mapping[str, Any]) -> bool:
 def gate_arguments(vllm: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's arguments that keep gates unquantized, unless the user says which layers are quantized."""
     return {"quantization_config": {"ignore": [_GATES]}} if is_online_fp8(vllm) else {}
+
+
+def shares_scales(rollout: RolloutConfig) -> bool:
+    """Return whether vLLM's workers compute scales together, so that they must quantize layers in the same order.
+
+    The scales of blocks are the only ones that a worker computes from its own part of a matrix.
+    """
+    is_quantized = rollout.vllm.get("quantization") or rollout.vllm.get("quantization_config")
+    is_by_block = is_online_fp8(rollout.vllm) and rollout.vllm["quantization"] == "fp8_per_block"
+    return bool(is_quantized) and not is_by_block and rollout.tp > 1
 
 
 def cache_bytes_per_element(vllm: Mapping[str, Any], item_bytes: int) -> int:

@@ -37,6 +37,13 @@ class RolloutLayout:
     """Rank on the device of each worker. Worker `replica * tp + rank` is that rank of that engine."""
     nodes: tuple[int, ...]
     """Node of each rank, receivers included."""
+    in_step: bool = False
+    """All workers of an engine take the layers in the same order, because they compute the scales of FP8 together."""
+
+    @property
+    def leaders(self) -> dict[int, int]:
+        """Return the rank on the device of an engine's first worker, for the rank of each of its workers."""
+        return {host: self.hosts[worker // self.sizes.tp * self.sizes.tp] for worker, host in enumerate(self.hosts)}
 
     def check(self, spec: ModelSpec, num_trainers: int) -> None:
         """Raise an error if the engines do not fit the model or the devices."""
@@ -166,6 +173,7 @@ class ReshardPlanner:
         self.spec, self.layout, self.mesh, self.rollout = spec, layout, mesh, rollout
         self._ranks_per_stage = mesh.world_size // mesh.pp
         self._worker_of = {host: worker for worker, host in enumerate(rollout.hosts)}
+        self._leader_of = rollout.leaders if rollout.in_step else {}
         self.groups = self._groups()
         self._regions = ShardIntersections(spec, layout, rollout.sizes).regions
         self._workers = Workers(rollout.hosts, rollout.nodes, rollout.sizes.tp)
@@ -180,9 +188,10 @@ class ReshardPlanner:
 
     def _planned(self, rank: int, sizes: BucketSizes, dtype: str) -> Iterator[PlannedBucket]:
         """Yield the buckets whose elements travel in a dtype. All ranks have the same number of them."""
-        own_stage, worker = self._stage(rank), self._worker_of.get(rank)
+        leader_of = self._leader_of
+        own_stage, worker = self._stage(leader_of.get(rank, rank)), self._worker_of.get(rank)
         tensors = self._buckets(own_stage, sizes, dtype, 0 if worker is None else worker % self.rollout.sizes.tp)
-        other_stages = {*map(self._stage, self.rollout.hosts)} - {own_stage}
+        other_stages = {self._stage(leader_of.get(host, host)) for host in self.rollout.hosts} - {own_stage}
         buckets = {own_stage: tensors} | {stage: self._buckets(stage, sizes, dtype) for stage in other_stages}
         num_buckets = max(map(len, buckets.values()))
         incoming: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
@@ -287,7 +296,7 @@ class ReshardPlanner:
         return buckets
 
     def _stage(self, rank: int) -> int:
-        """Return the stage that a rank holds or, for a receiver, the stage that it begins with."""
+        """Return the stage that a rank holds or, for a receiver, a stage to begin with."""
         return rank // self._ranks_per_stage % self.mesh.pp
 
     # --- transfers --------------------------------------------------------------------------------------------
@@ -323,7 +332,7 @@ class ReshardPlanner:
                     for owner, region in regions.items():
                         for worker in self._copies(owner, tuple(sites)).receivers(rank, tp_rank, number):
                             host = self.rollout.hosts[worker]
-                            if place := places[self._stage(host)].get((number, index)):
+                            if place := places[self._stage(self._leader_of.get(host, host))].get((number, index)):
                                 yield place[0], host, Transfer(sites[stage], place[1], region)
 
     def _owners(self, rank: int) -> frozenset[ShardOwner]:

@@ -28,8 +28,11 @@ from vllm.platforms import current_platform
 from mrl.dtypes import dtype_name
 from mrl.errors import RolloutError, did_you_mean
 from mrl.weight_sync.digest import Digests
+from mrl.weight_sync.vllm_fp8 import is_quantized_on_arrival, padding_reason, quantize
 
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_BIAS = "bias"
+"""Parameter that vLLM never quantizes or moves while it loads."""
 _WRAPPED = ".base_layer"
 """End of the name of a layer inside a layer that adds an adapter."""
 _PLAIN_MOE_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
@@ -65,6 +68,10 @@ def full_tensor_reason(model: Module) -> str:
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None or type(method) in _PLAIN:
+            continue
+        if is_quantized_on_arrival(module):
+            if reason := padding_reason(name, module):
+                return reason
             continue
         if not isinstance(method, UnquantizedFusedMoEMethod):
             return f"{name} is stored by {type(method).__name__}"
@@ -164,6 +171,8 @@ def _owners(model: Module) -> dict[str, ModuleParameters]:
         own = {name: parameter for name, parameter in parameters.items() if parameter not in first}
         if own:
             before = get_layerwise_info(module).restore_metadata[0]
+            if is_quantized_on_arrival(module):  # its scales are not sent
+                own = {name: parameter for name, parameter in own.items() if name in before or name == _BIAS}
             slots = {name: _slot(module, parameter, before.get(name)) for name, parameter in own.items()}
             owners[prefix] = ModuleParameters(module, slots)
             first.update(dict.fromkeys(own.values(), owners[prefix]))
@@ -192,6 +201,7 @@ def _slot(module: Module, parameter: Parameter, before: Tensor | None) -> Parame
     if before is None:  # vLLM keeps no record of biases, and does not change them
         return ParameterSpec(getattr(module, "params_dtype", parameter.dtype), tuple(parameter.shape), in_place=True)
     packed = parameter.shape != before.shape or (current_platform.is_cpu() and _is_moe(module))
+    packed = packed or is_quantized_on_arrival(module)
     return ParameterSpec(before.dtype, tuple(before.shape), not packed)
 
 
@@ -202,6 +212,10 @@ def _is_moe(module: Module) -> bool:
 @torch.no_grad()
 def _pack(owner: ModuleParameters) -> None:
     """Pack the received tensors into the form that kernels read."""
+    if is_quantized_on_arrival(owner.module):
+        quantize(owner.module, owner.fresh)
+        owner.fresh.clear()
+        return
     for attribute, tensor in owner.fresh.items():
         setattr(owner.module, attribute, Parameter(tensor, requires_grad=False))
     owner.fresh.clear()

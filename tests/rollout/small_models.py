@@ -17,7 +17,10 @@ def make_small(family: str, directory: Path, seed: int, tied: bool = False) -> P
     torch.manual_seed(seed)
     config = tiny_config(family)
     config.tie_word_embeddings = tied
-    if not hasattr(config, "kv_lora_rank"):
+    if family == "qwen2":  # its heads always divide the hidden size
+        config.num_attention_heads = config.hidden_size // 32
+        config.num_key_value_heads = min(config.num_key_value_heads, config.num_attention_heads)
+    elif not hasattr(config, "kv_lora_rank"):
         config.head_dim = 32
     if hasattr(config, "linear_key_head_dim"):  # the only size that vLLM's kernels for CPUs take
         config.linear_key_head_dim = config.linear_value_head_dim = 128

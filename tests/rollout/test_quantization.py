@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from mrl.config.resolved.load import load_any_config
+from mrl.config.schema import RolloutConfig
 from mrl.models.families import read_spec
 from mrl.models.rollout_table import EngineSizes, _is_linear, engine_bytes, layer_tensors
 from mrl.plan.known_models import model_spec
 from mrl.plan.plan_input import make_plan_input
 from mrl.plan.timing import _sent_elements
-from mrl.rollout.quantization import gate_arguments
+from mrl.rollout.quantization import gate_arguments, shares_scales
 from tests.models.tiny_models import make_tiny
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -48,12 +49,26 @@ def test_linear_layers_take_a_byte_per_element(model: str, gb: float) -> None:
     assert total / 1e9 == pytest.approx(gb, rel=0.005)
 
 
-def test_each_device_of_an_engine_in_fp8_gets_all_weights() -> None:
+def test_an_engine_in_fp8_gets_the_same_shards_as_another() -> None:
     path = str(CONFIGS / "grpo-qwen3-235b-a22b-16n8g.yaml")
     plain, quantized = (
         make_plan_input(load_any_config(path, overrides), None)
         for overrides in ([], ["rollout.vllm.quantization=fp8_per_block"])
     )
-    elements = quantized.specs["actor"].num_parameters
-    assert _sent_elements(quantized) == (elements, elements * 7 / 8)  # 64 of 128 ranks hold all experts
-    assert sum(_sent_elements(plain)) < elements / 4
+    assert _sent_elements(quantized) == _sent_elements(plain)
+    assert sum(_sent_elements(plain)) < plain.specs["actor"].num_parameters / 4
+
+
+@pytest.mark.parametrize(
+    ("vllm", "tp", "expected"),
+    [
+        ({"quantization": "fp8_per_channel"}, 2, True),
+        ({"quantization": "fp8_per_tensor"}, 2, True),
+        ({"quantization": "fp8_per_channel"}, 1, False),
+        ({"quantization": "fp8_per_block"}, 2, False),
+        ({"quantization": "fp8_per_block", "quantization_config": {"linear": "fp8_per_tensor"}}, 2, True),
+        ({}, 2, False),
+    ],
+)
+def test_scales_of_rows_and_matrices_are_computed_together(vllm: dict[str, object], tp: int, expected: bool) -> None:
+    assert shares_scales(RolloutConfig(tp=tp, vllm=vllm, max_prompt_tokens=8, max_response_tokens=8)) is expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +108,23 @@ def test_what_is_planned_assembles_every_worker(
         assert not expected
         assert plan.num_received() == planner.least_received(plan.rank)
     assert_agreed(plans)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_workers_of_an_engine_can_take_the_layers_in_one_order(tiny: Tiny, in_step: bool) -> None:
+    """Two engines, each on devices of both stages. Without a common order, each worker begins with its own stage."""
+    spec, layout, mesh = read_spec(tiny("llama")), Layout(pp=2), Mesh(4, pp=2)
+    rollout = replace(rollout_of(mesh, EngineSizes(2)), hosts=(0, 2, 3, 1), in_step=in_step)
+    planner = ReshardPlanner(spec, layout, mesh, rollout)
+    plans = [planner.plan(rank, SIZES) for rank in range(4)]
+    assert_agreed(plans)
+    orders = [[tensor.name for bucket in plan.buckets for tensor in bucket.tensors] for plan in plans]
+    counts = [[len(bucket.tensors) for bucket in plan.buckets] for plan in plans]
+    firsts = [order[0] for order in orders]
+    assert [sorted(order) for order in orders] == [sorted(orders[0])] * 4
+    assert (orders[0] == orders[2], orders[3] == orders[1]) == (in_step, in_step)
+    assert firsts[0] != firsts[3]  # the engines still begin with different stages
+    assert not in_step or (counts[0], counts[3]) == (counts[2], counts[1])
 
 
 def assert_agreed(plans: list[RankPlan]) -> None:

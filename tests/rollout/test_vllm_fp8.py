@@ -1,0 +1,77 @@
+"""A vLLM engine that keeps its weights in FP8: what each update leaves in its memory, and what it computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mrl.rollout.engine import RolloutEngine
+from mrl.rollout.requests import Sampling
+from tests.rollout.conftest import Small, requests, run
+from tests.rollout.trainer_side import fused, update
+
+Make = Callable[..., RolloutEngine]
+_LARGEST = 448.0
+"""Largest number of float8_e4m3fn."""
+
+
+def held(worker: Any) -> dict[str, Tensor]:
+    """Return copies of a worker's parameters."""
+    return {name: parameter.clone() for name, parameter in worker.model_runner.model.named_parameters()}
+
+
+def by_channel(whole_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize each row of a matrix: divide by its largest element over 448. Return vLLM's form, and the scales."""
+    scale_N1 = whole_NK.abs().amax(1, keepdim=True).float() / _LARGEST
+    scaled_NK = (whole_NK.float() / scale_N1).clamp(-_LARGEST, _LARGEST)
+    return scaled_NK.to(torch.float8_e4m3fn).t(), scale_N1
+
+
+def expected(model: Path, tp: int, rank: int) -> dict[str, Tensor]:
+    """Return the parameters of a worker. A scale belongs to a row of the whole matrix, also if it is cut by columns."""
+    ranks = [dict(fused(model, tp, other, dtype="bfloat16")) for other in range(tp)]
+    parameters = {}
+    for name, tensor in ranks[rank].items():
+        if not name.endswith("_proj.weight"):
+            parameters[name] = tensor
+            continue
+        cut_by_columns = name.endswith(("o_proj.weight", "down_proj.weight"))
+        whole = torch.cat([each[name] for each in ranks], 1) if cut_by_columns else tensor
+        quantized, parameters[f"{name}_scale"] = by_channel(whole)
+        parameters[name] = quantized.chunk(tp, 0)[rank] if cut_by_columns else quantized
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [("qwen3", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen2", 1), ("qwen3", 2)))],
+)
+def test_each_update_leaves_the_bits_of_the_formula_in_the_same_memory(
+    make_engine: Make, small: Small, family: str, tp: int
+) -> None:
+    engine: Any = make_engine("vllm", small(family), tp, dtype="bfloat16", quantization="fp8_per_channel")
+    assert not engine.full_tensor_reason
+    addresses = []
+    for version in (1, 2):
+        model = small(family, version)
+        update(engine, model, version)
+        for rank, parameters in enumerate(engine._engine.collective_rpc(held)):
+            wanted = expected(model, tp, rank)
+            assert parameters.keys() == wanted.keys()
+            for name, tensor in wanted.items():
+                assert parameters[name].dtype == tensor.dtype, name
+                assert torch.equal(parameters[name].float(), tensor.float()), name
+        addresses.append(engine._engine.collective_rpc(addresses_of))
+        samples = run(engine, requests(2, 1, 6), Sampling(temperature=1.0))
+        assert all(len(sample.token_ids) for sample in samples.values())
+    assert addresses[0] == addresses[1]
+
+
+def addresses_of(worker: Any) -> dict[str, int]:
+    model = worker.model_runner.model
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters() if "scale" in name}
