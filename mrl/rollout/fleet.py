@@ -15,13 +15,11 @@ from mrl.controller import RayWorkerGroup
 from mrl.errors import MrlError, RolloutError, WorkerError, WorkerRaised
 from mrl.events import EventLog, ReplicaLost, ReplicaServes
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, check_request
+from mrl.rollout.replica_calls import WAIT_S, poll, poll_with_routes, probe_replica, timed
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling, wrong_answer
 from mrl.rollout.schedule import FleetSchedule
 from mrl.rollout.scheduler import MAX_IN_FLIGHT, Pace, RequestScheduler
-from mrl.rollout.stored_routes import with_stored
 
-WAIT_S = 0.5
-"""Longest wait of a replica for a finished sample before it answers."""
 FOLLOW_UP_WAIT_S = 0.02
 """The same if more requests may come meanwhile: they wait this long until the replica accepts them."""
 _LOOK_S = 0.05
@@ -167,7 +165,7 @@ class RolloutFleet:
         A replica that dies meanwhile, or whose answer is impossible, has no answer.
         """
         futures = {
-            index: self._threads.submit(_probe_replica, replica, request, sampling, version)
+            index: self._threads.submit(probe_replica, replica, request, sampling, version)
             for index, replica in self._replicas.items()
             if self.versions[index] == version and (everyone or index in self.unprobed)
         }
@@ -221,8 +219,8 @@ class RolloutFleet:
             if work.in_flight(index):
                 replica = self._replicas[index]
                 version = serving[index]
-                poll = _poll_with_routes if self._limits.returns_routes else _poll
-                submitted = self._threads.submit(_timed, poll, replica, requests, sampling, version, wait_s)
+                ask = poll_with_routes if self._limits.returns_routes else poll
+                submitted = self._threads.submit(timed, ask, replica, requests, sampling, version, wait_s)
                 polls[submitted] = _Poll(index, replica, version)
 
     def _collect(self, future: Future[Any], poll: _Poll) -> Sequence[Generated]:
@@ -343,27 +341,3 @@ def _check_requests(requests: Sequence[GenerationRequest], limits: EngineSetting
         check_request(request, limits)
     if len({request.key for request in requests}) != len(requests):
         raise RolloutError("two requests have the same key")
-
-
-def _poll(replica: RayWorkerGroup, *args: Any) -> list[Generated] | RolloutError:
-    answer: list[Generated] | RolloutError = replica.submit_and_poll(*args)
-    return answer
-
-
-def _poll_with_routes(replica: RayWorkerGroup, *args: Any) -> list[Generated] | RolloutError:
-    answer, part = replica.submit_and_poll_routes(*args)
-    return answer if isinstance(answer, RolloutError) else with_stored(answer[0], part, answer[1])
-
-
-def _timed(call: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    begin = time.monotonic()
-    return call(*args), time.monotonic() - begin
-
-
-def _probe_replica(replica: RayWorkerGroup, request: GenerationRequest, sampling: Sampling, version: int) -> Generated:
-    answer: list[Generated] | RolloutError = replica.submit_and_poll([request], sampling, version, WAIT_S)
-    while not answer:
-        answer = replica.submit_and_poll([], sampling, version, WAIT_S)
-    if isinstance(answer, RolloutError):
-        raise answer
-    return answer[0]

@@ -13,7 +13,7 @@ import pytest
 
 from mrl.errors import RolloutError, WorkerDied, WorkerRaised, WorkerSilent
 from mrl.events import ReplicaLost, ReplicaServes
-from mrl.rollout.fleet import WAIT_S
+from mrl.rollout.replica_calls import WAIT_S
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from tests.rollout.stub_replicas import LIMITS, World, generate, request
 
