@@ -102,6 +102,12 @@ def has_own_rollout_pool(config: Config) -> bool:
     return roles.get("rollout", roles["actor"]) != roles["actor"]
 
 
+def gets_adapters_only(config: Config) -> bool:
+    """Return whether engines that hold the frozen weights stay awake, so that new versions are adapters only."""
+    applies_adapters = config.actor.lora is not None and config.actor.lora.sync == "adapters"
+    return applies_adapters and (has_own_rollout_pool(config) or not config.sync.offload)
+
+
 def cache_in_flight(config: Config) -> Literal["recompute", "keep"] | None:
     """Return what to do with the KV cache of running samples when weights arrive. Return None if weights never arrive
     in flight."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mrl import files
 from mrl.config.lora import LoraConfig
+from mrl.config.peft_settings import SETTINGS_FILE, TENSORS_FILE
 from mrl.config.schema import TrainedModelConfig
 from mrl.dtypes import torch_dtype
 from mrl.engine.base_digest import digest_of_sums, weighted_sum
@@ -48,9 +49,9 @@ def write_peft(target: Path, tensors: dict[str, Tensor], lora: LoraConfig, base_
     """Write PEFT's files. The directory appears when it is complete."""
     staged = target.with_name(f".{target.name}.partial")
     staged.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, staged / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, staged / TENSORS_FILE, metadata={"format": "pt"})
     text = json.dumps(peft_settings(lora, base_name, tensors), indent=2)
-    files.write_text(staged / "adapter_config.json", text + "\n")
+    files.write_text(staged / SETTINGS_FILE, text + "\n")
     files.publish_directory(staged, target)
 
 

@@ -13,6 +13,7 @@ from functools import cache, partial
 
 from mrl.config.arithmetic import (
     engine_nodes,
+    gets_adapters_only,
     has_own_rollout_pool,
     has_reference,
     needs_old_log_probs,
@@ -24,7 +25,7 @@ from mrl.config.arithmetic import (
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig
 from mrl.dtypes import ITEM_BYTES
-from mrl.models.adapters import adapter_flops_per_token
+from mrl.models.adapters import adapter_flops_per_token, adapter_tensors
 from mrl.models.layout import layers_of_chunk
 from mrl.models.rollout_table import EngineSizes, engine_bytes
 from mrl.models.spec import ModelSpec
@@ -344,6 +345,12 @@ def _weights(subject: PlanInput) -> dict[str, float]:
     config, device, spec = subject.config, subject.hardware, subject.specs["actor"]
     model, mesh, tp = config.actor, role_mesh(config, "actor"), config.rollout.tp
     dtype = config.rollout.vllm.get("dtype", model.dtype)
+    if gets_adapters_only(config):
+        assert model.lora is not None, "engines get the adapters of a model that has some"
+        elements = sum(map(math.prod, adapter_tensors(spec, model.lora).values()))
+        return {
+            "adapters": elements * ITEM_BYTES[model.dtype] / device.network_bytes_per_s / ASSUMPTIONS.link_efficiency
+        }
     if has_own_rollout_pool(config):
         num_bytes = engine_bytes(spec, tp, dtype)[0] / ASSUMPTIONS.link_efficiency
         senders = min(1.0, mesh.world_size / (num_engines(config) * tp))

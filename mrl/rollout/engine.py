@@ -98,6 +98,8 @@ class RolloutEngine(ABC):
         """Samples under way: for each, the first tokens and versions of the weights that draw from there on."""
         self.full_tensor_reason = ""
         """Why fused and sharded tensors cannot be written into this engine; empty if they can."""
+        self.adapter_digest = ""
+        """Digest of the adapters that the engine applies; empty if it applies none."""
         self.resident: set[Part] = {"weights", "kv_cache"}
 
     def start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
@@ -123,10 +125,11 @@ class RolloutEngine(ABC):
         self._abort(self.unfinished)
         self.unfinished.clear()
 
-    def receive_weights(self, version: int, cache: Cache | None = None) -> None:
+    def receive_weights(self, version: int, cache: Cache | None = None, *, adapters_only: bool = False) -> None:
         """Load one version of the weights, completely or not at all, and drop caches computed with other weights.
 
-        With samples under way, `cache` is required: it decides about what was computed for them.
+        With samples under way, `cache` is required: it decides about what was computed for them. With `adapters_only`,
+        the engine keeps its frozen weights.
         """
         self._need("weights")
         if self.unfinished and cache is None:
@@ -134,7 +137,8 @@ class RolloutEngine(ABC):
         num_written = self._num_written() if self.unfinished else {}
         self.weight_version = None  # a failed update leaves no valid version
         if not self.settings.loads_files:
-            self._receive_weights(version, keeps_cache=cache == "keep")
+            others = {"adapters_only": True} if adapters_only else {}
+            self._receive_weights(version, keeps_cache=cache == "keep", **others)
         self.weight_version = version
         for key, first in num_written.items():
             versions = self.unfinished[key]

@@ -26,8 +26,9 @@ _LOOK_S = 0.05
 """Pause between two checks whether the trainer can send, while a replica waits for weights."""
 
 StartReplica = Callable[[int], RayWorkerGroup]
-SendWeights = Callable[[Sequence[int], int], None]
-"""Makes the trainer send a version to the replicas with these numbers; raises an error on failure."""
+SendWeights = Callable[[Sequence[int], int], str]
+"""Makes the trainer send a version to the replicas with these numbers; raises an error on failure. Returns the digest
+of its adapters, which all replicas read; empty without adapters."""
 NewestWeights = Callable[[], AbstractContextManager[int | None]]
 """Yields the version that the trainer can send during the block; None while it computes."""
 
@@ -83,6 +84,8 @@ class RolloutFleet:
         self._replicas: dict[int, RayWorkerGroup] = {}
         self.versions: dict[int, int | None] = dict.fromkeys(range(num_replicas))
         """Version of the weights that each replica serves with; None if it does not serve."""
+        self._have_frozen: set[int] = set()
+        """Replicas that hold the weights to which they apply adapters, and need only these."""
         self._unseen_versions: defaultdict[int, set[int]] = defaultdict(set)
         """Versions of the weights that may have drawn a replica's finished, uncollected samples."""
         self._starting: dict[int, Future[RayWorkerGroup]] = {}
@@ -191,6 +194,7 @@ class RolloutFleet:
         self._schedule.advance(self._replicas)
         self._call(list(self._replicas), "sleep", *([True] if keep else []))
         self.versions = dict.fromkeys(self.versions)
+        self._have_frozen.clear()
 
     def wake(self, part: Part) -> dict[int, list[FreeMemory]]:
         """Make all replicas allocate one part of their memory.
@@ -277,22 +281,30 @@ class RolloutFleet:
         self.versions |= dict.fromkeys(indices)
         arguments = (version,) if cache is None else (version, cache)
         self._schedule.advance(indices)
-        calls = {index: self._replicas[index].receive_weights.future(*arguments) for index in indices}
+        last = [index for index in indices if index in self._have_frozen]  # after the adapters have been written
+        whole, digest = [index for index in indices if index not in last], ""
+        calls = {index: self._replicas[index].receive_weights.future(*arguments) for index in whole}
         failures: list[MrlError] = []
+        raised = []
         try:
-            self._send_weights(indices, version)
+            digest = self._send_weights(whole, version)
+            calls |= {index: self._replicas[index].receive_adapters.future(*arguments) for index in last}
         except (WorkerError, RolloutError) as error:
             failures.append(error)
-        raised = []
+            raised += last
         for index, call in calls.items():
             try:
-                call.get()
+                loaded = call.get()
+                _check_adapters(index, loaded, digest)
+                if self._limits.adapter_rank:
+                    self._have_frozen.add(index)
                 self.versions[index] = version
                 self._unseen_versions[index].add(version)
                 self._events.write(ReplicaServes(index, version))
             except WorkerRaised as error:  # it is alive; another replica may have broken the transfer
                 failures.append(error)
                 raised.append(index)
+                self._have_frozen.discard(index)
             except WorkerError as error:
                 self._drop_replica(index, error.what)
         if failures and all(index in self._replicas for index in indices):
@@ -315,6 +327,7 @@ class RolloutFleet:
         num_unfinished, has_served = len(self._work.in_flight(index)), index in self._served
         self._events.write(ReplicaLost(index, message.partition("\n")[0], num_unfinished + num_asked))
         self._served.discard(index)
+        self._have_frozen.discard(index)
         self._unseen_versions.pop(index, None)
         self.versions[index] = None
         self._replicas.pop(index).shutdown()
@@ -334,6 +347,14 @@ class RolloutFleet:
             wait(self._starting.values())
         for index in [index for index, future in self._starting.items() if future.done()]:
             self._replicas[index] = self._starting.pop(index).result()
+
+
+def _check_adapters(index: int, loaded: str, written: str) -> None:
+    if written and loaded != written:
+        raise RolloutError(
+            f"replica {index} has loaded adapters with digest {loaded[:16]}, but the trainer wrote {written[:16]}",
+            fix="put run.dir on a file system that shows all nodes the same files",
+        )
 
 
 def _check_requests(requests: Sequence[GenerationRequest], limits: EngineSettings) -> None:

@@ -303,13 +303,13 @@ class HybridEngine:
             if is_free:
                 self.actor_lock.release()
 
-    def _send_weights(self, replicas: Sequence[int], version: int) -> None:
-        """Send weights from the trainer's side.
+    def _send_weights(self, replicas: Sequence[int], version: int) -> str:
+        """Send weights to these replicas from the trainer's side, after writing the adapters for all of them.
 
-        If a replica starts late, the parameters are loaded and offloaded again.
+        Return the digest of the adapters. If a replica starts late, the parameters are loaded and offloaded again.
         """
         if self._loads_files:
-            return
+            return ""
         began, tp = time.perf_counter(), self._config.rollout.tp
         if self._parameters_are_away:
             self._actor.onload("parameters")
@@ -327,6 +327,9 @@ class HybridEngine:
         }
         if moved := sum(report.moved for report in reports):
             self._metrics["sync/lost_update"] = sum(report.lost for report in reports) / moved
+        if written := max(report.adapter_bytes for report in reports):
+            self._metrics["sync/adapter_bytes"] = written
+        return str(max(report.adapters for report in reports))
 
 
 def _adapter_rank(config: Config) -> int:

@@ -189,9 +189,21 @@ class RolloutReplica(Worker):
         self._earlier.clear()
 
     @register(Dispatch.RANK_ZERO)
-    def receive_weights(self, version: int, cache: Cache | None = None) -> None:
-        """Receive one version from the trainer ranks on the same devices, which send it at the same time."""
-        self._thread.act("weights", [str(version)], lambda engine: engine.receive_weights(version, cache))
+    def receive_weights(self, version: int, cache: Cache | None = None) -> str:
+        """Receive one version from the trainer ranks on the same devices, which send it at the same time.
+
+        Return the digest of its adapters, if the engine applies some.
+        """
+        return self._receive(version, cache)
+
+    @register(Dispatch.RANK_ZERO)
+    def receive_adapters(self, version: int, cache: Cache | None = None) -> str:
+        """Do the same with the adapters of a version, which the trainer has written. Keep the frozen weights."""
+        return self._receive(version, cache, adapters_only=True)
+
+    def _receive(self, version: int, cache: Cache | None, **others: bool) -> str:
+        self._thread.act("weights", [str(version)], lambda engine: engine.receive_weights(version, cache, **others))
+        return self._thread.call(lambda engine: engine.adapter_digest)
 
     @register(Dispatch.RANK_ZERO)
     def sleep(self, keep: bool = False) -> None:

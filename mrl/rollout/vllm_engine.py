@@ -16,11 +16,9 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import numpy as np
-from safetensors import safe_open
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -34,11 +32,12 @@ from mrl.models.families import FAMILIES, read_spec
 from mrl.models.hf_config import HfConfig
 from mrl.rollout.capacity import EngineDemand, engine_capacity
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, RolloutEngine
+from mrl.rollout.engine_adapters import EngineAdapters
 from mrl.rollout.engine_routes import EngineRoutes, route_arguments
 from mrl.rollout.quantization import gate_arguments
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.vllm_processes import VllmFollower, node_arguments, prepare_process, store_without_a_file
-from mrl.weight_sync.vllm_adapters import adapter_arguments, adapter_directory
+from mrl.weight_sync.vllm_adapters import adapter_arguments
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
 
 _DISCARD_EVERYTHING = 2
@@ -62,7 +61,7 @@ class VllmEngine(RolloutEngine):
                 f"adapters need weights that can be written directly, but {self.full_tensor_reason}",
                 fix="set actor.lora.sync=merged",
             )
-        self._adapter: LoRARequest | None = None
+        self._adapters = EngineAdapters(self._engine, settings, self._on_workers) if settings.adapter_rank else None
         self._routes = EngineRoutes(settings, self._on_workers) if settings.returns_routes else None
         self._ended: list[Generated] = []
         """Finished samples that were left when steps had to end."""
@@ -78,7 +77,8 @@ class VllmEngine(RolloutEngine):
             prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
             if self.settings.takes_weights_in_flight:  # never read caches computed with other weights
                 prompt["cache_salt"] = str(self.weight_version)
-            number = self._engine.add_request(request.key, prompt, params, lora_request=self._adapter)
+            adapter = self._adapters.request if self._adapters else None
+            number = self._engine.add_request(request.key, prompt, params, lora_request=adapter)
             if self._routes is not None:
                 self._routes.add(request.key, number)
             if self._first == "":
@@ -90,9 +90,9 @@ class VllmEngine(RolloutEngine):
             return samples
         return self._finished(self._engine.step()) if self.unfinished else []
 
-    def receive_weights(self, version: int, cache: Cache | None = None) -> None:
+    def receive_weights(self, version: int, cache: Cache | None = None, *, adapters_only: bool = False) -> None:
         self._end_steps()
-        super().receive_weights(version, cache)
+        super().receive_weights(version, cache, adapters_only=adapters_only)
 
     def sleep(self, *, keep: bool = False) -> None:
         self._end_steps()
@@ -131,31 +131,26 @@ class VllmEngine(RolloutEngine):
         self._ended.clear()
         self._first = None
 
-    def _receive_weights(self, version: int, *, keeps_cache: bool) -> None:
+    def _receive_weights(self, version: int, *, keeps_cache: bool, adapters_only: bool = False) -> None:
+        if adapters_only:
+            assert self._adapters is not None, "only an engine that applies adapters gets them alone"
+            self._adapters.check_frozen()
+        else:
+            self._transfer(version)
+        if self._adapters is not None:
+            self._adapters.load(version)
+            self.adapter_digest = self._adapters.digest
+        self._first = ""
+        if not keeps_cache:
+            self._drop_cache()
+
+    def _transfer(self, version: int) -> None:
+        """Take all weights from the trainer."""
         self._on_workers("start_weight_update")
         self._on_workers("update_weights", update_info={"version": version, "full": bool(self.full_tensor_reason)})
         self._on_workers("finish_weight_update")
         if reasons := [reason for reason in self._on_workers("last_update_error") if reason]:
             raise RolloutError(reasons[0])
-        if self.settings.adapter_rank:
-            self._load_adapters(version)
-        self._first = ""
-        if not keeps_cache:
-            self._drop_cache()
-
-    def _load_adapters(self, version: int) -> None:
-        """Replace the adapters with the files of this version, and verify that the slot holds all of them."""
-        directory = adapter_directory(self.settings.sockets, version)
-        with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
-            num_pairs = sum(1 for name in file.keys() if ".lora_A." in name)  # noqa: SIM118  # not a dictionary
-        for number in self._engine.list_loras():
-            self._engine.remove_lora(number)
-        self._on_workers("forget_adapters")
-        self._adapter = LoRARequest(directory.name, version, str(directory))
-        self._engine.add_lora(self._adapter)
-        problems = self._on_workers("slot_problem", number=version, num_pairs=num_pairs)
-        if problem := next(filter(None, problems), ""):
-            raise RolloutError(problem, where=self.settings.replica)
 
     def _num_written(self) -> Mapping[str, int]:
         states = self._engine.output_processor.request_states.values()

@@ -94,6 +94,10 @@ class ReshardReport:
     """Sum of the sizes of the updates that adapters make to this rank's weights."""
     lost: float = 0.0
     """The part of `moved` that rounding the merged weights removes."""
+    adapters: str = ""
+    """Digest of the adapters that this rank wrote for the engines."""
+    adapter_bytes: int = 0
+    """Size of their file."""
 
 
 class Resharder:

@@ -1,19 +1,25 @@
 """Adapters in vLLM's workers: arguments of an engine that applies them, and a check of what its slot holds.
 
 vLLM returns at once if it is asked to activate an adapter that it believes to be active, even if the memory of its slot
-was discarded while the engine slept. So every version has another number, and the one before is removed first.
+was discarded while the engine slept. So the adapter of the version before is removed first. All versions have one
+number, so that samples under way continue with the new version.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from mrl.config.lora import ENGINE_TARGETS, padded_rank
+
+ADAPTER = 1
+"""vLLM's number of the adapter."""
 
 
 def adapter_directory(shared: Path, version: int) -> Path:
@@ -34,7 +40,19 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     }
 
 
-def slot_problem(manager: Any, number: int, num_pairs: int) -> str:
+def adapters_digest(file: Path) -> str:
+    """Return the digest of a file of adapters."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def num_pairs(file: Path) -> int:
+    """Return the number of adapters in a file, each an A and a B."""
+    with safe_open(file, framework="pt") as adapters:
+        return sum(1 for name in adapters.keys() if ".lora_A." in name)  # noqa: SIM118  # not a dictionary
+
+
+def slot_problem(manager: Any, number: int, expected: int) -> str:
     """Return how a worker's slot differs from the adapter that it loaded; empty if it holds all pairs of it."""
     if number not in manager.lora_index_to_id:
         return f"adapter {number} is in no slot of vLLM, which has {manager.lora_index_to_id}"
@@ -46,7 +64,7 @@ def slot_problem(manager: Any, number: int, num_pairs: int) -> str:
         for kind, stacked in (("lora_a", module.lora_a_stacked), ("lora_b", module.lora_b_stacked)):
             if not all(_is_held(slot[index, 0], value) for slot, value in _pairs(module, kind, stacked, weights)):
                 return f"{kind} of {name} in vLLM's slot differs from adapter {number}"
-    return "" if bound == num_pairs else f"vLLM bound {bound} of the {num_pairs} pairs of adapter {number}"
+    return "" if bound == expected else f"vLLM bound {bound} of the {expected} pairs of adapter {number}"
 
 
 def _parts(value: Any) -> list[Tensor | None]:

@@ -8,6 +8,7 @@ result is copied into the memory that kernels and captured graphs read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -38,7 +39,7 @@ def padding_reason(name: str, module: Module) -> str:
     """Return how vLLM pads the experts of a module, so that shards do not fit them; empty if it does not."""
     if type(module.quant_method) in _LINEAR:
         return ""
-    moe = module.moe_config
+    moe: Any = module.moe_config
     real = (moe.hidden_dim_unpadded, moe.intermediate_size_per_partition_unpadded)
     padded = (moe.hidden_dim, moe.intermediate_size_per_partition)
     return "" if real == padded else f"the experts of {name} are padded from {list(real)} to {list(padded)}"
@@ -59,6 +60,6 @@ def quantize(module: Module, received: Mapping[str, Tensor]) -> None:
         delattr(module, _DONE)
     module.quant_method.process_weights_after_loading(module)  # type: ignore[operator, union-attr]
     if hasattr(module, "update_param_tp_status"):
-        module.update_param_tp_status()
+        module.update_param_tp_status()  # type: ignore[operator]
     _copy_and_restore_kernel_tensors(module, info)
     info.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from mrl.config.peft_settings import TENSORS_FILE
 from mrl.errors import RolloutError
+from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.ipc import IpcReceiver, socket_path
-from mrl.weight_sync.vllm_adapters import slot_problem
+from mrl.weight_sync.vllm_adapters import ADAPTER, adapters_digest, num_pairs, slot_problem
 from mrl.weight_sync.vllm_parameters import ParameterWriter, full_tensor_reason, load_full_tensors
 from mrl.weight_sync.vllm_routes import RouteRecorder, Routes
 
@@ -39,10 +42,17 @@ class WorkerExtension:
         """Make vLLM compute its indices of adapters again: their memory may have been discarded."""
         self.model_runner.lora_manager._adapter_manager._last_mapping = None  # type: ignore[attr-defined]
 
-    def slot_problem(self, number: int, num_pairs: int) -> str:
-        """Return how this worker's slot differs from the adapter with that number; empty if it does not."""
+    def loaded_adapters(self, directory: str) -> str:
+        """Return how this worker's slot differs from the adapters in a directory, and the digest of their file, as
+        JSON."""
+        file = Path(directory) / TENSORS_FILE
         manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
-        return slot_problem(manager, number, num_pairs)
+        return json.dumps([slot_problem(manager, ADAPTER, num_pairs(file)), adapters_digest(file)])
+
+    def frozen_problem(self) -> str:
+        """Return how this worker's weights differ from those of the last transfer; empty if they do not."""
+        receiver: IpcTransferEngine = self.weight_transfer_engine  # type: ignore[attr-defined]
+        return receiver.frozen_problem()
 
     def record_routes(self) -> None:
         """Record the experts that the routers choose from now on. All tensor ranks choose the same ones."""
@@ -93,6 +103,7 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
         self.refused_because = ""
         path = socket_path(Path(init_info.sockets), init_info.replica, get_tensor_model_parallel_rank())
         self._ipc = IpcReceiver(path)
+        self._frozen: dict[str, str] = {}
 
     def start_weight_update(self) -> None:
         """Do nothing: no preparation is needed."""
@@ -111,10 +122,25 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
                 for name, tensor in self._tensors(update_info.version):
                     weights.write(name, tensor)
                 digests = weights.finish()
+            self._frozen = self._content() if self.vllm_config.lora_config else {}
             self._ipc.reply(digests)
         except (RolloutError, RuntimeError, ValueError) as error:
             self.refused_because = str(error)
             self._ipc.reject(self.refused_because)
+
+    def frozen_problem(self) -> str:
+        """Return which parameters have changed since the last transfer; empty if none have."""
+        now = self._content()
+        if changed := [name for name in now.keys() | self._frozen.keys() if now.get(name) != self._frozen.get(name)]:
+            return f"{len(changed)} frozen parameters have changed since they arrived: {', '.join(sorted(changed)[:5])}"
+        return ""
+
+    def _content(self) -> dict[str, str]:
+        """Return digests of the parameters as kernels read them."""
+        digests = Digests()
+        for name, parameter in self.model.named_parameters():
+            digests.add(name, parameter)
+        return digests.read()
 
     def finish_weight_update(self) -> None:
         """Do nothing: each module is packed as soon as all of its tensors have arrived."""

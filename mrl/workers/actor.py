@@ -23,6 +23,7 @@ from mrl.algos.rollout_correction import (
 from mrl.algos.rows import Rows
 from mrl.config import step_calls
 from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
+from mrl.config.peft_settings import TENSORS_FILE
 from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.dtypes import torch_dtype
 from mrl.engine.adapter_files import write_peft
@@ -39,7 +40,7 @@ from mrl.protocol.columns import jagged
 from mrl.weight_sync.exchange import Held
 from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
-from mrl.weight_sync.vllm_adapters import adapter_directory
+from mrl.weight_sync.vllm_adapters import adapter_directory, adapters_digest
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
 from mrl.workers.model_worker import (
@@ -62,6 +63,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self._merged: MergedWeights | None = None
         self._adapters: Path | None = None
         self._written = 0
+        self._digest, self._adapter_bytes = "", 0
         self._algorithm = algorithm
         self._temperature = temperature
         self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
@@ -160,7 +162,10 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._adapters is not None and self._written != version:
             self._write_adapters(self._adapters, version)
         if self._merged is None:
-            return self._resharder.send(version, workers)
+            report = self._resharder.send(version, workers)
+            if self._digest:
+                report = replace(report, adapters=self._digest, adapter_bytes=self._adapter_bytes)
+            return report
         self._merged.forget()
         report = self._resharder.send(version, workers)
         loss = self._merged.loss
@@ -174,6 +179,8 @@ class ActorRolloutRefWorker(ModelWorker):
         tensors = adapters.gathered(self.engine.groups)
         if tensors:
             write_peft(adapter_directory(shared, version), tensors, adapters.lora, self.setup.path)
+            file = adapter_directory(shared, version) / TENSORS_FILE
+            self._digest, self._adapter_bytes = adapters_digest(file), file.stat().st_size
             shutil.rmtree(adapter_directory(shared, self._written - 1), ignore_errors=True)
         torch.distributed.barrier()
         self._written = version

@@ -26,6 +26,7 @@ APART: Run = {
     "placement": {"pools": {"train": 2, "engines": 2}, "roles": {"actor": "train", "rollout": "engines"}},
     "actor": TRAINED | {"parallel": {"pp": 2}},
 }
+ADAPTERS: Run = APART | {"actor": APART["actor"] | {"lora": {"rank": 4, "alpha": 8}}}
 
 
 def _config(path: Path, model: Path, max_response_tokens: int = 8, **run: Any) -> Path:
@@ -43,6 +44,7 @@ def _over(address: str, num_nodes: int = 2) -> str:
     [
         pytest.param(TOGETHER, 2, id="on the actor's devices", marks=pytest.mark.slow),
         pytest.param(APART, 4, id="on four hosts of two pools", marks=ON_DEMAND),
+        pytest.param(ADAPTERS, 4, id="with adapters only after the first version", marks=ON_DEMAND),
     ],
 )
 def test_a_run_with_an_engine_over_two_hosts_is_the_run_of_one(
@@ -58,6 +60,8 @@ def test_a_run_with_an_engine_over_two_hosts_is_the_run_of_one(
     metrics = untimed(directory)
     assert metrics == metrics_alone(config)
     assert all(step["actor/grad_norm"] > 1e-3 for step in metrics)
+    if run is ADAPTERS:
+        assert [step["sync/bytes_between_ranks"] > 0 for step in metrics] == [True] + [False] * (len(metrics) - 1)
 
 
 @pytest.mark.slow

@@ -95,6 +95,14 @@ def test_frozen_weights_have_no_gradients_to_compute() -> None:
     assert after == pytest.approx(6 / 8 * before, rel=0.03)
 
 
+def test_engines_that_stay_awake_get_the_adapters_only() -> None:
+    """The study's arithmetic: rank 32 on all layers of a 70B model is 0.83 GB in bfloat16."""
+    of = subject_of("grpo-llama3.3-70b-lora-1n8g", sync__offload="false")
+    seconds_per_byte = 1 / of.hardware.network_bytes_per_s / ASSUMPTIONS.link_efficiency
+    assert phase(of, "weights").parts == pytest.approx({"adapters": 0.83e9 * seconds_per_byte}, rel=0.01)
+    assert "reshard" in phase(subject_of("grpo-llama3.3-70b-lora-1n8g"), "weights").parts
+
+
 def test_experts_are_sent_and_launched_one_by_one() -> None:
     of = subject_of("grpo-qwen3-30b-a3b-2n8g")
     spec, mesh, model = of.specs["actor"], of.config.actor.parallel, of.config.actor

@@ -108,4 +108,5 @@ DEFAULTS: dict[str, Callable[..., Any]] = {
 
 def report(received: int, least: int, failure: str = "", moved: float = 0.0, lost: float = 0.0) -> Any:
     """Return the tested fields of a `ReshardReport`."""
-    return SimpleNamespace(bytes_received=received, least_bytes=least, failure=failure, moved=moved, lost=lost)
+    numbers = {"bytes_received": received, "least_bytes": least, "moved": moved, "lost": lost, "adapter_bytes": 0}
+    return SimpleNamespace(failure=failure, adapters="", **numbers)

@@ -52,13 +52,18 @@ class World:
     newest: NewestWeights | None = None
     """Weights that the trainer can send now, if they change while samples are generated."""
     replays: Path | None = None
+    adapter_rank: int = 0
+    written: str = ""
+    """Digest of the adapters that the trainer has written."""
+    read: str = ""
+    """Digest of the adapters that the replicas have read."""
     spoil: Callable[[int, list[Generated]], list[Generated]] = lambda _, made: made
     """Makes of what a replica would answer what it answers."""
 
     def __post_init__(self) -> None:
         self.log = EventLog(self.directory / "events.jsonl")
         self.lock = threading.Lock()
-        limits = replace(LIMITS, replays=self.replays)
+        limits = replace(LIMITS, replays=self.replays, adapter_rank=self.adapter_rank)
         self.fleet = RolloutFleet(self.num_replicas, self.start, self.send, limits, self.log, self.newest)
 
     def start(self, index: int) -> Any:
@@ -67,11 +72,12 @@ class World:
         self.num_started.append(index)
         return Replica(self, index)
 
-    def send(self, replicas: Sequence[int], version: int) -> None:
+    def send(self, replicas: Sequence[int], version: int) -> str:
         self.sent.append((tuple(replicas), version))
         error, self.send_error = self.send_error, None
         if error is not None:
             raise error
+        return self.written
 
     def fail_once(self, index: int, method: str, error: Exception) -> None:
         """Make the next such call raise."""
@@ -121,8 +127,9 @@ class Replica:
         return self.do(name, args)
 
     def do(self, name: str, args: tuple[Any, ...]) -> Any:
-        if name == "receive_weights":
+        if name in ("receive_weights", "receive_adapters"):
             self.held = args[0]
+            return self.world.read
         if name == "sleep":
             self.held = None
         if name == "abort":

@@ -30,6 +30,7 @@ LONG = (
     "critic.max_tokens_per_device=256",
 )
 
+ADAPTERS = ("actor.lora={rank: 4, alpha: 8}", "actor.optimizer.lr=1e-2")
 IN_FLIGHT = (*WEIGHED, *MEASURED, *LONG, "asynchrony.weights=in_flight", "sync.probe_every=2")
 
 
@@ -75,6 +76,7 @@ def test_a_run_with_a_batch_ahead_and_the_same_run_resumed(config: Path) -> None
     [
         ("in-flight", (*APART, "asynchrony.ahead=2")),
         pytest.param("carried", ("asynchrony.ahead=1",), marks=pytest.mark.on_demand),
+        pytest.param("adapters", (*APART, *ADAPTERS, "asynchrony.ahead=2"), marks=pytest.mark.on_demand),
     ],
 )
 def test_weights_in_flight(name: str, overrides: tuple[str, ...], config: Path) -> None:
@@ -87,6 +89,8 @@ def test_weights_in_flight(name: str, overrides: tuple[str, ...], config: Path) 
     assert max(ages) <= ahead
     assert any(ages), "nothing was ahead"
     assert max(line["async/versions_per_sample"] for line in lines[1:]) > 1, "nothing came in flight"
+    if name == "adapters":
+        assert [line["sync/bytes_between_ranks"] for line in lines[2:]] == [0] * (len(lines) - 2)
     run = config.parent / "runs" / name
     lost = [found.event for found in read_events(run / "events.jsonl") if isinstance(found.event, ReplicaLost)]
     assert not lost

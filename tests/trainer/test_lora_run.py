@@ -13,6 +13,7 @@ from tests.trainer.test_ppo import CONFIG
 from tests.trainer.test_ranked_run import CONFIG as RANKED
 from tests.trainer.test_ranked_run import KINDS
 
+BETWEEN = "sync/bytes_between_ranks"
 LORA = (
     "placement.roles.critic=null",
     "critic=null",
@@ -28,7 +29,8 @@ LORA = (
 def test_a_policy_with_adapters_trains_resumes_and_is_exported(sync: str, tmp_path: Path) -> None:
     config, run = tmp_path / "run.yaml", tmp_path / "runs" / "small"
     config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))
-    run_mrl("train", str(config), *LORA, f"actor.lora.sync={sync}")
+    awake = "sync.offload=false"  # engines that stay awake keep the frozen weights
+    run_mrl("train", str(config), *LORA, f"actor.lora.sync={sync}", awake)
     lines = untimed(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-5), (
@@ -42,12 +44,17 @@ def test_a_policy_with_adapters_trains_resumes_and_is_exported(sync: str, tmp_pa
         assert lines[2]["sync/lost_update"] < 0.01, "float32 loses little of an update"
         return
     assert "sync/lost_update" not in lines[2]
+    assert [line[BETWEEN] > 0 for line in lines] == [True, False, False]
+    assert {line["sync/adapter_bytes"] > 0 for line in lines} == {True}
     again = run.with_name("again")
     shutil.copytree(run, again)
     for step in (2, 3):
         shutil.rmtree(again / "checkpoints" / f"step-00000{step}")
-    run_mrl("train", str(config), *LORA, "run.name=again")
-    assert untimed(again) == lines
+    run_mrl("train", str(config), *LORA, "run.name=again", awake)
+    again_lines = untimed(again)
+    assert again_lines[1].pop(BETWEEN) > 0, "the engines of another process need the frozen weights"
+    assert again_lines[1].pop("sync/least_bytes") > lines[1].pop("sync/least_bytes") == lines[1].pop(BETWEEN) == 0
+    assert again_lines == lines
     assert "PEFT's files" in run_mrl("export", str(run), str(tmp_path / "peft"))
     assert (tmp_path / "peft" / "adapter_model.safetensors").exists()
     assert "rounding left" in run_mrl("export", str(run), str(tmp_path / "merged"), "--merge")

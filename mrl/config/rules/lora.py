@@ -65,12 +65,6 @@ def _engines(config: Config, rank: int) -> Iterator[Problem]:
     if rank > MAX_ENGINE_RANK:
         what = f"vLLM applies adapters up to rank {MAX_ENGINE_RANK}, not {rank}"
         yield problem(key, what, f"{merged}, or actor.lora.rank={MAX_ENGINE_RANK}")
-    if config.cluster.nodes > 1:
-        what = f"engines read the adapters from files of one machine, but there are {config.cluster.nodes}"
-        yield problem(key, what, merged)
-    if config.asynchrony.weights == "in_flight":
-        what = "adapters cannot arrive between two tokens of a sample yet"
-        yield problem(key, what, f"{merged}, or asynchrony.weights=between")
 
 
 def _targets(key: str, lora: LoraConfig) -> Iterator[Problem]:

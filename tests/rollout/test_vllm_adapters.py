@@ -1,0 +1,105 @@
+"""Adapters of a running vLLM engine: new versions without the frozen weights, also between two tokens of a sample."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrl.config.lora import LoraConfig
+from mrl.engine.adapter_files import merge_peft, write_peft
+from mrl.errors import RolloutError
+from mrl.models.adapters import adapter_tensors
+from mrl.models.families import read_spec
+from mrl.rollout.engine import RolloutEngine
+from mrl.rollout.requests import Sampling
+from mrl.weight_sync.vllm_adapters import adapter_directory, adapters_digest
+from tests.rollout.conftest import Small, requests, run
+from tests.rollout.test_in_flight import AT, finished, log_probs
+from tests.rollout.trainer_side import update
+
+LORA = LoraConfig(rank=4, alpha=8)
+WANTED = requests(2, 2, 20)
+
+
+def write_version(engine: RolloutEngine, base: Path, version: int) -> Path:
+    """Write random adapters as the trainer does. Return their directory."""
+    noise = torch.Generator().manual_seed(version)
+    shapes = adapter_tensors(read_spec(base), LORA)
+    tensors = {name: 0.3 * torch.randn(shape, generator=noise) for name, shape in shapes.items()}
+    directory = adapter_directory(engine.settings.sockets, version)
+    write_peft(directory, tensors, LORA, str(base))
+    return directory
+
+
+def merged(base: Path, adapters: Path) -> Path:
+    target = adapters.with_name(f"merged-{adapters.name}")
+    merge_peft(str(adapters), base, torch.float32, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine: Callable[..., RolloutEngine], small: Small) -> RolloutEngine:
+    made = make_engine("vllm", small("qwen3"), in_flight=True, adapter_rank=LORA.rank)
+    write_version(made, small("qwen3"), 1)
+    update(made, small("qwen3"), 1)
+    return made
+
+
+def test_versions_after_the_first_need_the_adapters_only(engine: RolloutEngine, small: Small) -> None:
+    base = small("qwen3")
+    for version in (2, 3):
+        adapters = write_version(engine, base, version)
+        engine.receive_weights(version, adapters_only=True)
+        assert engine.adapter_digest == adapters_digest(adapters / "adapter_model.safetensors")
+        whole = merged(base, adapters)
+        for sample in run(engine, WANTED, Sampling()).values():
+            request = next(request for request in WANTED if request.key == sample.key)
+            np.testing.assert_allclose(sample.log_probs, log_probs(whole, request, sample), rtol=0, atol=1e-4)
+
+
+def test_samples_under_way_continue_with_the_new_adapters(engine: RolloutEngine, small: Small) -> None:
+    base = small("qwen3")
+    models = []
+    for version in (4, 5):
+        adapters = write_version(engine, base, version)
+        models.append(merged(base, adapters))
+        engine.receive_weights(version, "recompute", adapters_only=True)
+        if version == 4:
+            engine.start(WANTED, Sampling())
+            for _ in range(AT):
+                assert engine.step() == []
+    samples = finished(engine)
+    for request in WANTED:
+        sample = samples[request.key]
+        assert (sample.weight_version, sample.switches) == (4, ((AT, 5),))
+        old, new = (log_probs(model, request, sample) for model in models)
+        np.testing.assert_allclose(sample.log_probs[:AT], old[:AT], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(sample.log_probs[AT:], new[AT:], rtol=0, atol=1e-4)
+        assert np.abs(old - new).min() > 1e-4, "the two models can be told apart at every token"
+
+
+def test_frozen_weights_that_have_changed_are_named(engine: Any, small: Small) -> None:
+    def spoil(worker: Any) -> None:
+        worker.model_runner.model.model.norm.weight.data[3] += 1e-3
+
+    engine._engine.collective_rpc(spoil)
+    write_version(engine, small("qwen3"), 6)
+    with pytest.raises(RolloutError, match=r"1 frozen parameters have changed since they arrived: model\.norm\.weight"):
+        engine.receive_weights(6, adapters_only=True)
+    assert engine.weight_version is None
+    update(engine, small("qwen3"), 6)
+    write_version(engine, small("qwen3"), 7)
+    engine.receive_weights(7, adapters_only=True)
+
+
+def test_adapters_that_are_not_there_are_an_error(engine: RolloutEngine, small: Small) -> None:
+    shutil.rmtree(write_version(engine, small("qwen3"), 8))
+    with pytest.raises(Exception, match="adapters-8"):
+        engine.receive_weights(8, adapters_only=True)
+    assert engine.weight_version is None
