@@ -18,6 +18,7 @@ ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of vLLM, which pads others with zeros."""
 MAX_ENGINE_RANK = ENGINE_RANKS[-1]
 ENGINE_TARGETS = {"qkv_proj": 3, "o_proj": 1, "gate_up_proj": 2, "down_proj": 1}
+ENGINE_TARGETS |= {"fused_qkv_a_proj": 2, "kv_a_proj_with_mqa": 1, "q_proj": 1, "q_b_proj": 1}  # of latents
 """vLLM's modules that may have adapters, and the Hugging Face modules in each."""
 _PARTS = "adapters belong to the matrices of each expert: write gate_proj, up_proj, down_proj"
 REFUSED_TARGETS = {

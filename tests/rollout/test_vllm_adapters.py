@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mrl.config.lora import LoraConfig
 from mrl.engine.adapter_files import merge_peft, write_peft
 from mrl.errors import RolloutError
 from mrl.models.adapters import adapter_tensors
 from mrl.models.families import read_spec
+from mrl.models.spec import ModelSpec
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import Sampling
 from mrl.weight_sync.vllm_adapters import adapter_directory, adapters_digest
+from tests.models.tiny_models import tiny_config
 from tests.rollout.conftest import Small, requests, run
 from tests.rollout.test_in_flight import AT, finished, log_probs
 from tests.rollout.trainer_side import update
@@ -103,3 +106,24 @@ def test_adapters_that_are_not_there_are_an_error(engine: RolloutEngine, small: 
     with pytest.raises(Exception, match="adapters-8"):
         engine.receive_weights(8, adapters_only=True)
     assert engine.weight_version is None
+
+
+@pytest.mark.slow
+def test_adapters_of_latents_are_what_is_computed_with(
+    make_engine: Callable[..., RolloutEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, vLLM applies no adapters next to experts, so no layer of this model has any."""
+    monkeypatch.setattr(ModelSpec, "__post_init__", lambda spec: None)
+    config = tiny_config("deepseek_v3")
+    config.first_k_dense_replace = config.num_hidden_layers
+    torch.manual_seed(1)
+    base = tmp_path / "model"
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
+    engine = make_engine("vllm", base, adapter_rank=LORA.rank)
+    models = [merged(base, write_version(engine, base, version)) for version in (1, 2)]
+    update(engine, base, 1)
+    engine.receive_weights(2, adapters_only=True)
+    for sample in run(engine, WANTED, Sampling()).values():
+        request = next(request for request in WANTED if request.key == sample.key)
+        np.testing.assert_allclose(sample.log_probs, log_probs(models[1], request, sample), rtol=0, atol=5e-4)
+        assert np.abs(sample.log_probs - log_probs(base, request, sample)).max() > 0.1

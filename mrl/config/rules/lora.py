@@ -34,7 +34,7 @@ def _first_adapters(role: str, path: str, lora: LoraConfig, model: str) -> Itera
     yield from (problem(*difference) for difference in settings.differences(role, lora, model))
 
 
-def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None, latent: int | None) -> Iterator[Problem]:
+def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None) -> Iterator[Problem]:
     """Refuse adapters of modules that cannot have any yet, and engines that cannot apply them."""
     model = config.trained_roles().get(role)
     if model is None or model.lora is None:
@@ -42,8 +42,6 @@ def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None, la
     has_expert_adapters = num_experts is not None and model.lora.has_expert_targets
     if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
         reasons = []
-        if latent is not None:
-            reasons.append("in vLLM, adapters of multi-latent attention have not been compared with the trainer's yet")
         if has_expert_adapters:
             reasons.append("in vLLM, adapters of experts have not been compared with the trainer's yet")
         if num_experts is not None and config.cluster.device == "cpu":

@@ -99,7 +99,7 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _layers(role, model, shape)
         yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
         yield from _experts(role, model, shape)
-        yield from check_lora_targets(config, role, shape.experts, shape.latent)
+        yield from check_lora_targets(config, role, shape.experts)
         yield from _latent(role, model, shape)
         yield from _linear_attention(role, model, shape)
         if config.cluster.device == "gpu":
