@@ -6,12 +6,17 @@ files.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from mrl.models.families import read_spec
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import Generated, Sampling
 from tests.models.torchvision_stand_in import provide
@@ -72,3 +77,29 @@ def test_an_updated_engine_equals_one_that_has_read_the_weights(
     update(engine, small(family, 1), 3)
     assert are_same(samples(engine), expected[0])
     assert not are_same(expected[0], expected[1])
+
+
+def with_vision(text: Path, target: Path) -> Path:
+    """Save a language model as the part of a model with vision that its published files are."""
+    shutil.copytree(text, target)
+    tensors = load_file(text / "model.safetensors")
+    wrapped = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    wrapped |= {"model.visual.patch_embed.proj.weight": torch.zeros(4, 4), "mtp.fc.weight": torch.zeros(4, 4)}
+    save_file(wrapped, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((text / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}}
+    (target / "config.json").write_text(json.dumps(whole | {"text_config": config}))
+    return target
+
+
+@pytest.mark.slow
+def test_an_engine_of_a_model_with_vision_computes_with_the_text_that_it_is_sent(
+    make_engine: Make, small: Small, tmp_path: Path
+) -> None:
+    text = small("qwen3_5_text", 1)
+    expected = fresh(make_engine, text, 1)
+    model = with_vision(text, tmp_path / "model")
+    assert read_spec(model).family == "qwen3_5_text"
+    engine = make_engine("vllm", model, 1, dtype="bfloat16")
+    update(engine, model, 1)
+    assert are_same(samples(engine), expected)
