@@ -25,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="add the adapters of a run with `lora` to the model; default: PEFT's files"
     )
+    parser.add_argument(
+        "--keep-mtp",
+        action="store_true",
+        help="copy the layers of GLM and DeepSeek-V3 that predict more tokens from the model before training",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="type of the weights; default: as trained")
 
 
@@ -33,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not (directory / "config.yaml").is_file():
         raise SetupError(f"{directory} is not the directory of a run: it has no config.yaml")
     config = load_any_config(str(directory / "config.yaml")).config
-    form, out = ExportForm(arguments.dtype, arguments.merge), Path(arguments.out)
+    form, out = ExportForm(arguments.dtype, arguments.merge, arguments.keep_mtp), Path(arguments.out)
     step, number, remark = export_role(config, directory, arguments.checkpoint, arguments.role, form, out)
     print(f"{arguments.out}: {number} tensors of {step}{remark}")
     return 0
@@ -41,10 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class ExportForm:
-    """Dtype of the exported weights, by default as trained, and whether adapters are merged into the model."""
+    """Dtype of the exported weights, by default as trained; whether adapters are merged into the model; and whether the
+    model's untrained layers that predict more tokens (MTP) are copied."""
 
     dtype: str | None = None
     merge: bool = False
+    keeps_mtp: bool = False
 
 
 def export_role(
@@ -58,6 +65,9 @@ def export_role(
     if form.merge and roles[role].lora is None:
         problem = "this run trains all weights: it has no adapters to merge"
         raise SetupError(problem, where=str(directory), fix="leave --merge out")
+    if form.keeps_mtp and roles[role].lora is not None and not form.merge:
+        problem = "PEFT's files hold adapters only, so --keep-mtp has nothing to copy"
+        raise SetupError(problem, where=str(directory), fix="add --merge, or leave --keep-mtp out")
     # These load torch.
     from mrl.engine.adapter_files import export_adapters, export_merged
     from mrl.engine.checkpoint_files import export_checkpoint
@@ -66,14 +76,16 @@ def export_role(
 
     checkpoint = find_checkpoint(directory / "checkpoints", which)
     name = config.model_of(role)[1]
-    source = local_files(name) or model_directory(name, download=True)  # the weights of a hub snapshot are not needed
+    # The weights of a hub snapshot are needed only for what training has left out.
+    here = None if form.keeps_mtp else local_files(name)
+    source = here or model_directory(name, download=True)
     head: Head = "score" if role != "actor" or isinstance(config, RmConfig) else "lm"
     try:
         saved, kind, remark = checkpoint / role, torch_dtype(form.dtype or roles[role].dtype), ""
         if roles[role].lora is None:
-            number = export_checkpoint(saved, source, head, kind, out)
+            number = export_checkpoint(saved, source, head, kind, out, keeps_mtp=form.keeps_mtp)
         elif form.merge:
-            number, loss = export_merged(saved, source, roles[role], kind, out)
+            number, loss = export_merged(saved, source, roles[role], kind, out, keeps_mtp=form.keeps_mtp)
             remark = f", merged: {loss}"
         else:
             number = export_adapters(saved, source, name, roles[role], kind, out)

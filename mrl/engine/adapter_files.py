@@ -77,7 +77,13 @@ def peft_settings(lora: LoraConfig, base_name: str, tensors: Collection[str]) ->
 
 
 def export_merged(
-    saved: Path, source: Path, model: TrainedModelConfig, dtype: torch.dtype, target: Path
+    saved: Path,
+    source: Path,
+    model: TrainedModelConfig,
+    dtype: torch.dtype,
+    target: Path,
+    *,
+    keeps_mtp: bool = False,
 ) -> tuple[int, RoundingLoss]:
     """Write the model `source` with the adapters in `saved` added in float32. Return the number of tensors and the loss
     of rounding to `dtype`.
@@ -88,7 +94,7 @@ def export_merged(
     head: Head = "score" if SCORE in adapters else "lm"
     merged = _Merged(source, head, lora, lambda name: _saved_tensor(checkpoint, name, adapters[name]))
     sums = []
-    with HfWriter(target, merged.spec, source, head, dtype) as writer:
+    with HfWriter(target, merged.spec, source, head, dtype, keeps_mtp=keeps_mtp) as writer:
         for name, base, tensor in merged.tensors(torch_dtype(model.dtype), dtype):
             sums.append(int(weighted_sum(base, whole(tuple(base.shape)))))
             writer.write(name, tensor)  # rounds to the dtype in the file

@@ -39,7 +39,6 @@ from mrl.models.table import Head, Shard, hf_tensors
 MANIFEST, FORMAT = "manifest.json", "mrl-checkpoint-1"
 RANDOM = "random/"
 _FILE, _SHA256 = re.compile(r"rank-[0-9]{5}\.safetensors"), re.compile("[0-9a-f]{64}")
-_MAX_EXPORTED_BYTES = 5 * 10**9
 """Largest size of one exported weight file."""
 
 State = dict[str, Tensor]
@@ -237,11 +236,13 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, i
         start = end
 
 
-def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype, target: Path) -> int:
+def export_checkpoint(
+    saved: Path, source: Path, head: Head, dtype: torch.dtype, target: Path, *, keeps_mtp: bool = False
+) -> int:
     """Write the weights in `saved` as a Hugging Face directory, tensor by tensor. Return the number of tensors.
 
     The tokenizer and the settings come from the model `source`. The hashes of the files are checked first. The
-    directory is published atomically.
+    directory is published atomically. With `keeps_mtp`, the layers that predict more tokens come from `source`.
     """
     spec = read_spec(source)
     checkpoint = SavedFiles(saved)
@@ -249,7 +250,7 @@ def export_checkpoint(saved: Path, source: Path, head: Head, dtype: torch.dtype,
     shapes = hf_tensors(spec, head)
     checkpoint.check_model(shapes)
     checkpoint.check_files(0, 1)
-    with HfWriter(target, spec, source, head, dtype, _MAX_EXPORTED_BYTES) as writer:
+    with HfWriter(target, spec, source, head, dtype, keeps_mtp=keeps_mtp) as writer:
         for name, shape in shapes.items():
             tensor = torch.empty(shape, dtype=torch.float32)  # the dtype of the optimizer's weights
             checkpoint.read(name, whole(shape), {"param": tensor})

@@ -25,7 +25,8 @@ from mrl.models.spec import ModelSpec
 from mrl.models.stored import ExpertPart
 from mrl.models.table import LM_HEAD, SCORE, Head, Shard, file_tensors
 
-_FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOAT_TYPES = {*_DTYPES}
 
 
 class HfReader:
@@ -117,7 +118,7 @@ class HfReader:
         optional = {SCORE} if new_head else set()
         may_be_stacked = FAMILIES[spec.family].may_be_stacked
         problems = [f"{name} is missing" for name in expected if name not in self and name not in optional]
-        left_out, carried = _predicting_layers(self, spec), passengers(self, spec)
+        left_out, carried = set(predicting_layers(self, spec)), passengers(self, spec)
         problems += _stacked_problems(self, spec, expected) if may_be_stacked else []
         if carried and self.block:
             problems.append(f"{carried[0]} would be exported from FP8 files: use the full-precision model")
@@ -153,7 +154,7 @@ class HfReader:
             layers = ", ".join(sorted({".".join(name.split(".")[:3]) for name in left_out}))
             warnings.warn(
                 f"{self.path}: {len(left_out)} tensors of {layers} predict more tokens at once (MTP). mrl leaves them "
-                "out: they are not trained, and an exported model has none",
+                "out: they are not trained, and an exported model has none unless you ask for them (--keep-mtp)",
                 stacklevel=2,
             )
 
@@ -208,16 +209,21 @@ def entry_shape(reader: HfReader, place: wrapped.Place) -> tuple[int, ...]:
     return tuple(reader._slice(place.entry).get_shape())
 
 
+def dtype_in_file(reader: HfReader, name: str) -> torch.dtype | None:
+    """Return the dtype of a tensor in the files; None if it is quantized."""
+    return _DTYPES.get(reader._slice(reader._place(name).entry).get_dtype())
+
+
 def passengers(reader: HfReader, spec: ModelSpec) -> list[str]:
     """Return the tensors that exports have unchanged: vision, and layers that predict more tokens."""
     return sorted(name for name in reader if name.startswith(FAMILIES[spec.family].passengers))
 
 
-def _predicting_layers(reader: HfReader, spec: ModelSpec) -> set[str]:
+def predicting_layers(reader: HfReader, spec: ModelSpec) -> list[str]:
     """Return the tensors of the layers that predict more tokens at once, after the model's own layers."""
     numbers = range(spec.num_layers, spec.num_layers + spec.num_predicting_layers)
     prefixes = tuple(f"model.layers.{number}." for number in numbers)
-    return {name for name in reader if name.startswith(prefixes)}
+    return sorted(name for name in reader if name.startswith(prefixes))
 
 
 def _stacked_problems(reader: HfReader, spec: ModelSpec, expected: Mapping[str, Shape]) -> Iterator[str]:

@@ -31,6 +31,8 @@ from mrl.models.source_form import SourceForm
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, file_tensors, float32_tensors, hf_tensors
 
+MAX_FILE_BYTES = 5 * 10**9
+"""Limit of a file's size."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tokenizer, chat template and generation settings have too many names to list. Weights and code have other suffixes.
 _COPIED_SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
@@ -49,8 +51,10 @@ class HfWriter:
         source_path: str | Path,
         head: Head,
         dtype: torch.dtype,
-        max_file_bytes: int = 5 * 10**9,
+        *,
+        keeps_mtp: bool = False,
     ) -> None:
+        """With `keeps_mtp`, copy the layers that predict more tokens from the source."""
         self._directory = Path(directory).absolute()
         self._refuse_existing()
         if dtype not in _DTYPES:
@@ -59,7 +63,8 @@ class HfWriter:
         wide = float32_tensors(spec)
         self._in_files = file_tensors(spec, head)
         self._dtypes = {name: torch.float32 if name in wide else dtype for name in self._in_files}
-        self._source = SourceForm.of(Path(source_path), spec, head, self._in_files)
+        self._dtype = dtype
+        self._source = SourceForm.of(Path(source_path), spec, head, self._in_files, keeps_mtp=keeps_mtp)
         self._boxes: dict[str, list[Region]] = defaultdict(list)
         self._staged = self._directory.with_name(f".{self._directory.name}.partial-{secrets.token_hex(4)}")
         self._staged.mkdir(parents=True)
@@ -67,7 +72,7 @@ class HfWriter:
             cleanup.callback(shutil.rmtree, self._staged, ignore_errors=True)  # after publishing, it no longer exists
             self._copy_settings(Path(source_path))
             self._adapt_config(spec, head, dtype)
-            self._tensors = self._views(FAMILIES[spec.family], self._make_files(max_file_bytes))
+            self._tensors = self._views(FAMILIES[spec.family], self._make_files())
             self._cleanup = cleanup.pop_all()
 
     def __enter__(self) -> HfWriter:
@@ -128,7 +133,7 @@ class HfWriter:
         """Write the source's configuration with another head and data type, and only with the layers written."""
         config = json.loads((self._staged / "config.json").read_text(encoding="utf-8"))
         config = self._source.adapted(config, FAMILIES[spec.family].architecture(head))
-        if spec.num_predicting_layers:
+        if spec.num_predicting_layers and not self._source.predicts:
             config["num_nextn_predict_layers"] = 0
         config.pop("quantization_config", None)
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
@@ -139,13 +144,13 @@ class HfWriter:
                 config["pad_token_id"] = padding
         self._write_json("config.json", config)
 
-    def _make_files(self, max_file_bytes: int) -> dict[str, torch.Tensor]:
+    def _make_files(self) -> dict[str, torch.Tensor]:
         """Create the files at their full length. Return every tensor in them as a view of its place."""
-        entries = self._source.entries(self._in_files, self._dtypes)
-        return self._source.views(self._entry_files(entries, max_file_bytes), self._in_files)
+        entries = self._source.entries(self._in_files, self._dtypes, self._dtype)
+        return self._source.views(self._entry_files(entries), self._in_files)
 
-    def _entry_files(self, entries: TensorKinds, max_file_bytes: int) -> dict[str, torch.Tensor]:
-        groups = _grouped(entries, max_file_bytes)
+    def _entry_files(self, entries: TensorKinds) -> dict[str, torch.Tensor]:
+        groups = _grouped(entries)
         if len(groups) == 1:
             return _mapped_file(self._staged / SINGLE_FILE, groups[0])
         tensors: dict[str, torch.Tensor] = {}
@@ -196,13 +201,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _grouped(tensors: TensorKinds, max_file_bytes: int) -> list[dict[str, tuple[torch.dtype, Shape]]]:
-    """Group tensors in order into files of at most `max_file_bytes`, except for single larger tensors."""
+def _grouped(tensors: TensorKinds) -> list[dict[str, tuple[torch.dtype, Shape]]]:
+    """Group tensors in order into files of at most `MAX_FILE_BYTES`, except for single larger tensors."""
     groups: list[dict[str, tuple[torch.dtype, Shape]]] = [{}]
     file_bytes = 0
     for name, (dtype, shape) in tensors.items():
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if groups[-1] and file_bytes + num_bytes > max_file_bytes:
+        if groups[-1] and file_bytes + num_bytes > MAX_FILE_BYTES:
             groups.append({})
             file_bytes = 0
         groups[-1][name] = dtype, shape

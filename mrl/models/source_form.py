@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from mrl.errors import ModelError
+from mrl.models import fp8_blocks
 from mrl.models.hf_config import HfConfig
-from mrl.models.hf_reader import HfReader, entry_shape, passengers
+from mrl.models.hf_reader import HfReader, dtype_in_file, entry_shape, passengers, predicting_layers
 from mrl.models.regions import Shape, slices, whole
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -30,30 +32,44 @@ class SourceForm:
     """Tensors in another place than that of a language model's own files: entry, place in it, shape of the entry."""
     carried: Mapping[str, str]
     """Entry -> name in the source of each tensor that mrl does not train."""
+    predicts: bool
+    """Whether layers that predict more tokens at once are among them, after the model's own layers."""
     reader: HfReader | None
     wraps: bool
     """Whether `config.json` describes a model with vision."""
 
     @classmethod
-    def of(cls, source: Path, spec: ModelSpec, head: Head, shapes: Mapping[str, Shape]) -> SourceForm:
+    def of(
+        cls, source: Path, spec: ModelSpec, head: Head, shapes: Mapping[str, Shape], *, keeps_mtp: bool = False
+    ) -> SourceForm:
+        if keeps_mtp and not (spec.num_predicting_layers and head == "lm"):
+            what = "a model with a score head" if spec.num_predicting_layers else "this model"
+            raise ModelError(f"{what} has no layers that predict more tokens (MTP)", fix="leave --keep-mtp out")
+        if keeps_mtp and not _has_weights(source):
+            raise ModelError("its weights are not on this machine, but --keep-mtp copies some", where=str(source))
         if head != "lm" or not _has_weights(source):
-            return cls({}, {}, None, wraps=False)
+            return cls({}, {}, predicts=False, reader=None, wraps=False)
         reader = HfReader(source)
         found = [(name, entry) for name in shapes if (entry := reader.entry(name)) and entry[0] != name]
         places = {name: (entry, place, entry_shape(reader, place)) for name, (entry, place) in found}
-        carried = {entry[0]: name for name in passengers(reader, spec) if (entry := reader.entry(name))}
+        kept = passengers(reader, spec)
+        if keeps_mtp:
+            kept += [name for name in predicting_layers(reader, spec) if not name.endswith(fp8_blocks.SCALES)]
+        carried = {entry[0]: name for name in kept if (entry := reader.entry(name))}
         config = HfConfig.read(source)
-        return cls(places, carried, reader, wraps=config.of_language_model() is not config)
+        wraps = config.of_language_model() is not config
+        return cls(places, carried, predicts=keeps_mtp, reader=reader, wraps=wraps)
 
-    def entries(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> Kinds:
-        """Return the entries of an export's files, with their dtypes and shapes."""
+    def entries(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], dtype: torch.dtype) -> Kinds:
+        """Return the entries of an export's files, with their dtypes and shapes. `dtype` is that of tensors that were
+        quantized in the source."""
         entries = {}
         for name, shape in shapes.items():
             entry, place, entry_shape = self.places.get(name, (name, Place(name), shape))
             entries[entry] = dtypes[name], shape if place.expert is None else entry_shape
-        for entry in self.carried:
-            tensor = self.read(entry)
-            entries[entry] = tensor.dtype, tuple(tensor.shape)
+        for entry, name in self.carried.items():
+            assert self.reader is not None, "only a source with files has such tensors"
+            entries[entry] = dtype_in_file(self.reader, name) or dtype, self.reader.shape(name)
         return entries
 
     def views(self, entries: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:

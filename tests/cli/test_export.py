@@ -28,7 +28,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_read(
     model.mkdir()
     (model / "config.json").write_text("{}")
 
-    def read(*_: object) -> int:
+    def read(*_: object, **__: object) -> int:
         if is_removed:
             shutil.rmtree(checkpoint)
         raise error
@@ -53,7 +53,7 @@ def test_a_place_where_nothing_can_be_written_is_a_message(
     (tmp_path / "file").touch()
     (tmp_path / "config.yaml").write_text(f"extends: {LAPTOP_SFT}\nmodel: {{path: {model}}}\n")
 
-    def export(saved: Path, source: Path, head: str, dtype: torch.dtype, target: Path) -> int:
+    def export(saved: Path, source: Path, head: str, dtype: torch.dtype, target: Path, **_: bool) -> int:
         with HfWriter(target, read_spec(source), source, "lm", dtype):
             raise AssertionError("nothing can be written there")
 

@@ -16,7 +16,7 @@ def quantize(path: Path) -> Path:
     """Quantize the projections of a model directory in place. Many end with smaller blocks."""
     tensors = load_file(path / "model.safetensors")
     noise = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if "_proj" in name]:
+    for name in [name for name, tensor in tensors.items() if "_proj" in name and tensor.ndim == 2]:
         rows, columns = tensors[name].shape
         scales = torch.rand(-(-rows // BLOCK[0]), -(-columns // BLOCK[1]), generator=noise) + 0.5
         tensors[name] = (tensors[name] / expanded(scales, rows, columns)).to(torch.float8_e4m3fn)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
+from mrl.models import hf_writer
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.hf_writer import HfWriter, padding_token
@@ -22,16 +25,22 @@ from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
 from mrl.models.table import shards_of
 from tests.models.conftest import Tiny
+from tests.models.quantized import quantize
 from tests.models.tiny_models import CORRECTION_BIAS, TINY_FAMILIES
 
 LAYOUT = Layout(tp=2, pp=2)
 
 
-def write_from_ranks(source: Path, target: Path, head: Literal["lm", "score"], **options: Any) -> None:
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_writer, "MAX_FILE_BYTES", 200_000)
+
+
+def write_from_ranks(source: Path, target: Path, head: Literal["lm", "score"]) -> None:
     """Scatter a model over the ranks of a layout and write it from there, each element from its first holder."""
     spec, reader = read_spec(source), HfReader(source)
     written = set()
-    with HfWriter(target, spec, source, head, torch.float32, **options) as writer:
+    with HfWriter(target, spec, source, head, torch.float32) as writer:
         for place in [RankPlace(tp=tp, pp=pp) for pp in (1, 0) for tp in (1, 0)]:
             for shard in shards_of(spec, LAYOUT, place, head):
                 tensor = load_shard(reader, shard, torch.float32)
@@ -41,10 +50,11 @@ def write_from_ranks(source: Path, target: Path, head: Literal["lm", "score"], *
                         writer.write(piece.hf, tensor[slices(piece.target)], piece.source)
 
 
+@pytest.mark.usefixtures("small_files")
 def test_correction_biases_stay_float32_in_a_bfloat16_export(tiny: Tiny, tmp_path: Path) -> None:
     source, target = tiny("glm4_moe"), tmp_path / "written"
     tensors = load_file(source / "model.safetensors")
-    with HfWriter(target, read_spec(source), source, "lm", torch.bfloat16, max_file_bytes=100_000) as writer:
+    with HfWriter(target, read_spec(source), source, "lm", torch.bfloat16) as writer:
         for name, tensor in tensors.items():
             writer.write(name, tensor)
     assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in tensors.values())
@@ -58,10 +68,11 @@ def test_correction_biases_stay_float32_in_a_bfloat16_export(tiny: Tiny, tmp_pat
     assert index["metadata"]["total_size"] == 2 * sum(map(torch.numel, [*tensors.values(), *wide.values()]))
 
 
+@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_what_ranks_wrote_is_the_model(tiny: Tiny, tmp_path: Path, family: str) -> None:
     source, target = tiny(family), tmp_path / "written"
-    write_from_ranks(source, target, "lm", max_file_bytes=200_000)
+    write_from_ranks(source, target, "lm")
     sizes = [file.stat().st_size for file in sorted(target.glob("*.safetensors"))]
     assert len(sizes) > 2
     assert all(one + other > 200_000 for one, other in pairwise(sizes)), "no two files fit into one"
@@ -82,6 +93,51 @@ def test_a_written_model_says_that_it_has_no_predicting_layers(tiny: Tiny, tmp_p
     write_from_ranks(tiny("glm4_moe"), tmp_path / "written", "lm")
     written = json.loads((tmp_path / "written/config.json").read_text())
     assert written == config | {"num_nextn_predict_layers": 0}
+
+
+def with_predicting_layer(source: Path, target: Path) -> dict[str, torch.Tensor]:
+    """Copy a model and add a layer that predicts more tokens. Return the tensors of that layer."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    layer = {
+        "model.layers.4.eh_proj.weight": torch.randn(64, 128),
+        "model.layers.4.shared_head.norm.weight": torch.randn(64).bfloat16(),
+    }
+    save_file(tensors | layer, target / "model.safetensors", {"format": "pt"})
+    return layer
+
+
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["unquantized", "from FP8"])
+def test_a_predicting_layer_is_kept_if_the_user_asks(tiny: Tiny, tmp_path: Path, is_quantized: bool) -> None:
+    source, target = tmp_path / "source", tmp_path / "written"
+    layer = with_predicting_layer(tiny("glm4_moe"), source)
+    weights = load_file(tiny("glm4_moe") / "model.safetensors")
+    if is_quantized:
+        quantize(source)
+        layer = {name: HfReader(source).whole(name) for name in layer}
+        layer["model.layers.4.eh_proj.weight"] = layer["model.layers.4.eh_proj.weight"].bfloat16()
+    with HfWriter(target, read_spec(source), source, "lm", torch.bfloat16, keeps_mtp=True) as writer:
+        for name, tensor in weights.items():
+            writer.write(name, tensor + 1)
+    written = load_file(target / "model.safetensors")
+    assert written.keys() == weights.keys() | layer.keys()
+    for name, tensor in layer.items():
+        assert written[name].dtype == tensor.dtype, name
+        assert torch.equal(written[name], tensor), name
+    assert json.loads((target / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    _, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not report["missing_keys"]
+
+
+def test_a_predicting_layer_that_does_not_exist_cannot_be_kept(tiny: Tiny, tmp_path: Path) -> None:
+    for source, head, what in (
+        (tiny("llama"), "lm", "this model has no layers that predict more tokens"),
+        (tiny("deepseek_v3"), "score", "a model with a score head has no layers that predict more tokens"),
+    ):
+        spec = replace(read_spec(source), num_predicting_layers=int(head == "score"))
+        with pytest.raises(ModelError, match=what):
+            HfWriter(tmp_path / "written", spec, source, head, torch.bfloat16, keeps_mtp=True)  # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_score_head_is_written_and_loads(tiny: Tiny, tmp_path: Path) -> None:
