@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from mrl.config.agent import AgentConfig
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.bounds import (
+    Amount,
     Characters,
     Count,
     NotNegative,
@@ -183,6 +184,10 @@ class TrainedModelConfig(MegatronModelConfig):
 
     lora: LoraConfig | None = None
     """Null trains all weights."""
+    router_bias_update_rate: Amount = 0.0
+    """How far the bias of an expert moves after each update, up if it had fewer tokens than the mean, else down. For
+    models whose routers have such a bias (GLM-4.5, DeepSeek-V3 and its kind); 0 keeps the bias of the files, as is
+    usual in RL."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ddp: dict[str, Any] = field(default_factory=dict)
     """Passed on to Megatron's DistributedDataParallelConfig."""

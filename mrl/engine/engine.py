@@ -79,7 +79,10 @@ class MegatronEngine:
             self.adapters = Adapters(self.models, request.spec, request.lora, groups)
         self.optimizer: Optimizer | None = None
         self._base_digest = ""
-        self.expert_load = ExpertLoad(self.models, request.spec, groups) if request.spec.moe else None
+        self.expert_load: ExpertLoad | None = None
+        bias_rate = settings.router_bias_update_rate if isinstance(settings, TrainedModelConfig) else 0.0
+        if request.spec.moe:
+            self.expert_load = ExpertLoad(self.models, request.spec, groups, bias_rate)
         self.router_replay: RouterReplay | None = None
         if request.replays_routes:
             self.router_replay = RouterReplay(self.models, request.spec, groups)
@@ -211,7 +214,7 @@ class MegatronEngine:
         if replay is not None:
             replay.begin(replays=any(batch.routes_TLK is not None for batch in batches), trains=not forward_only)
         outputs: list[Any] = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, last_step, replay),
+            forward_step_func=partial(_forward_step, last_step, replay, None if forward_only else self.expert_load),
             data_iterator=[iter(batches) for _ in chunks],
             model=chunks,
             num_microbatches=len(batches),
@@ -240,13 +243,15 @@ def _forget_last_micro_batch(models: Sequence[TokenModel]) -> None:
 
 
 def _forward_step(
-    last_step: Any, replay: RouterReplay | None, batches: Iterator[MicroBatch], model: Any
+    last_step: Any, replay: RouterReplay | None, load: ExpertLoad | None, batches: Iterator[MicroBatch], model: Any
 ) -> tuple[Tensor, Any]:
     batch = next(batches)
     while not hasattr(inner := model, "run"):
         model = inner.module
     if replay is not None:
         replay.tell(inner, batch)
+    if load is not None:
+        load.tell(inner, batch)
     return inner.run(batch), partial(last_step, inner, batch)
 
 

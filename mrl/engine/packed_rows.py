@@ -121,6 +121,8 @@ class MicroBatch:
     routed_places: Lengths
     """Places of the tokens that have routes: all tokens of a row but the last."""
     num_stored: int
+    is_padding: Tensor
+    """Which of `tokens` belong to no row."""
     routes_TLK: Tensor | None = None
 
     @property
@@ -141,8 +143,11 @@ def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroB
     if missing or not len(stored):  # a micro-batch without rows still goes through the pipeline
         stored = np.append(stored, missing or cut.pack_multiple)
     starts = np.cumsum(stored) - stored
+    own_places = _places(starts[: len(rows.lengths)], rows.lengths)
     tokens = torch.zeros(int(stored.sum()), dtype=torch.int64)
-    tokens[_places(starts[: len(rows.lengths)], rows.lengths)] = rows.tokens.to("cpu", torch.int64)
+    tokens[own_places] = rows.tokens.to("cpu", torch.int64)
+    is_padding = torch.ones(len(tokens), dtype=torch.bool)
+    is_padding[own_places] = False
     local_places = _local_places(stored, starts, cut)
     routed_places = _places(starts[: len(rows.lengths)], rows.lengths - 1)
     answers = _places(starts[: len(rows.lengths)] + rows.lengths - rows.response_lengths, rows.response_lengths)
@@ -170,6 +175,7 @@ def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroB
         places=local_places,
         routed_places=routed_places,
         num_stored=len(tokens),
+        is_padding=is_padding[local_places].to(device),
         routes_TLK=_place_routes(rows, routed_places, len(tokens), local_places),
     )
 

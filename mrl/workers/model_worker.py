@@ -132,7 +132,7 @@ class ModelWorker(Worker):
 
     def update(self, rows: TokenRows, sizes: MicroBatchSizes, loss: LossFunction, scores: ScoreRequest) -> UpdateReport:
         reports, outcome = self.engine.update(rows, self.micro_batches(sizes), loss, scores)
-        load = self.engine.expert_load.take() if self.engine.expert_load else {}
+        load = self.engine.expert_load.take(was_applied=outcome.applied) if self.engine.expert_load else {}
         load |= self.engine.other_experts()
         return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied, load)
 

@@ -70,7 +70,7 @@ def test_a_class_that_has_moved_is_a_warning(
         ("actor.optimizer.optimizer=muon", "muon is refused: it must be adam"),
         ("actor.optimizer.optimizer_cpu_offload=true", "True is refused: mrl already moves the whole optimizer state"),
         ("actor.megatron.cuda_graph_impl=local", "local is refused: memory that is moved off the device"),
-        ("actor.megatron.moe_router_bias_update_rate=0.001", "set by mrl, to 0: a router's bias stays"),
+        ("actor.megatron.moe_router_bias_update_rate=0.001", "set by actor.router_bias_update_rate"),
         ("actor.megatron.hidden_dropout=0.1", "0.1 is refused: log-probs would not be those of the policy"),
         ("actor.megatron.calculate_per_token_loss=false", "set by mrl, to true"),
         ("actor.megatron.layernorm_epsilon=0.01", "set by the model's config.json (remove this key)"),

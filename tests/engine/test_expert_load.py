@@ -1,4 +1,4 @@
-"""The load of the busiest expert is that of transformers' routers, in every layout and with recomputation."""
+"""The load of experts, which is that of transformers' routers in every layout, and the biases that even it out."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.config.schema import TrainedModelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine
+from mrl.engine.expert_load import ExpertLoad
 from mrl.engine.parallel import model_parallel
+from mrl.errors import EngineError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.verify.spawn import run_distributed
@@ -34,7 +37,7 @@ def loads(path: str) -> list[list[dict[str, float]]]:
             assert engine.expert_load is not None
             log_probs(engine)
             step(engine)
-            found.append([engine.expert_load.take(), engine.expert_load.take()])
+            found.append([engine.expert_load.take(was_applied=True), engine.expert_load.take(was_applied=True)])
     return found
 
 
@@ -61,3 +64,72 @@ def test_the_busiest_expert_is_the_one_of_transformers(tmp_path: Path) -> None:
             of_rank = {"experts/busiest_rank": busiest_rank if layout.ep == 2 else 1.0}
             assert of_update == pytest.approx(expected | of_rank)
             assert afterwards == {}
+
+
+RATE = 0.125  # a power of two, so that sums of steps are exact
+BIASED = [Layout(), Layout(tp=2, ep=2, sequence_parallel=True), Layout(cp=2, ep=2), Layout(pp=2, vpp=2)]
+Biases = dict[str, list[float]]
+
+
+def biases_of(engine: MegatronEngine) -> Biases:
+    """Return the biases of this rank's routers by layer."""
+    routers = [module for chunk in engine.models for module in chunk.modules() if isinstance(module, TopKRouter)]
+    return {str(router.layer_number): router.expert_bias.tolist() for router in routers}
+
+
+def moved_biases(path: str) -> list[list[Biases]]:
+    """Return the biases of each layout before and after an applied update, and after a skipped one, with the tokens
+    that the first update sent to each expert."""
+    found = []
+    for layout in BIASED:
+        with model_parallel(layout, seed=1) as groups:
+            settings = TrainedModelConfig(
+                parallel=layout,
+                dtype="float32",
+                max_tokens_per_device=64,
+                optimizer={"lr": 1e-2},
+                megatron=RECOMPUTED if layout.pp > 1 else {},
+                router_bias_update_rate=RATE,
+            )
+            engine = MegatronEngine(EngineRequest(read_spec(path), "lm", settings), groups)
+            engine.load(HfReader(path))
+            load = engine.expert_load
+            assert load is not None
+            stages = [biases_of(engine)]
+            step(engine)
+            tokens = load._tokens.clone()
+            torch.distributed.all_reduce(tokens)
+            load.take(was_applied=True)
+            stages.append(biases_of(engine))
+            step(engine)
+            load.take(was_applied=False)
+            stages.append(biases_of(engine))
+            stages.append({layer: tokens[int(layer) - 1].tolist() for layer in stages[0]})
+            found.append(stages)
+    return found
+
+
+def test_biases_move_against_the_load_in_every_layout_and_not_after_a_skipped_update(tmp_path: Path) -> None:
+    """The rule is Megatron's `get_updated_expert_bias` with the tokens of all ranks."""
+    from tests.models.tiny_models import make_tiny
+
+    path = make_tiny("glm4_moe", tmp_path)
+    by_rank = run_distributed(2, moved_biases, str(path), timeout_s=LIMIT_S)
+    first = by_rank[0][0][0]
+    for rank in by_rank:
+        for before, after, skipped, tokens in rank:
+            for layer, biases in before.items():
+                assert biases == first[layer]
+                counts = torch.tensor(tokens[layer]).double()
+                expected = torch.tensor(biases) + RATE * torch.sign(counts.mean() - counts)
+                torch.testing.assert_close(torch.tensor(after[layer]), expected.float(), rtol=0, atol=1e-6)
+                assert after[layer] == by_rank[0][0][1][layer], "every layout moves them alike"
+                assert after[layer] != before[layer]
+            assert skipped == after
+
+
+def test_a_router_without_a_bias_refuses_a_rate(tmp_path: Path) -> None:
+    from tests.models.tiny_models import make_tiny
+
+    with pytest.raises(EngineError, match=r"update rate is 0\.1, but routers of family qwen3_moe have no bias"):
+        ExpertLoad([], read_spec(make_tiny("qwen3_moe", tmp_path)), None, 0.1)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ OWNED = {
     "moe_token_dispatcher_type": "mrl, to alltoall: no other exchange of tokens has been tested",
     "moe_router_dtype": "mrl, to fp32: engines route in float32",
     "moe_router_load_balancing_type": "mrl, to none: the loss is only the algorithm's",
-    "moe_router_bias_update_rate": "mrl, to 0: a router's bias stays that of the model's files",
+    "moe_router_bias_update_rate": "{role}.router_bias_update_rate",
     "overlap_p2p_comm": "{role}.parallel.vpp",
     "batch_p2p_comm": "mrl, to false: messages of two stages keep their order only if sent separately",
     "attention_softmax_in_fp32": "mrl, to true: engines compute it in float32",

@@ -33,6 +33,8 @@ _WITHOUT_SCORES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForSequenceClassification",
 }
 """Family without a class for scores in transformers -> name of the class."""
+ROUTERS_WITH_BIAS = ("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
+"""Families whose routers choose experts by score plus a bias."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
         yield from _experts(role, model, shape)
         yield from check_lora_targets(config, role, shape.experts)
+        yield from _router_bias(config, role, shape)
         yield from _latent(role, model, shape)
         yield from _linear_attention(role, model, shape)
         if config.cluster.device == "gpu":
@@ -115,6 +118,19 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
             yield from gpt_oss.check_key_heads("rollout.tp", config.rollout.tp, shape.kv_heads)
         yield from _states(config, shape)
         yield from _positions(config, shape)
+
+
+def _router_bias(config: AnyConfig, role: str, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse to move biases that a model has not, or that belong to a frozen model."""
+    model, key = config.trained_roles().get(role), f"{role}.router_bias_update_rate"
+    if model is None or not model.router_bias_update_rate:
+        return
+    if shape.family is not None and shape.family not in ROUTERS_WITH_BIAS:
+        what = f"{model.router_bias_update_rate:g}, but routers of family {shape.family} have no bias"
+        yield problem(key, what, f"{key}=0")
+    if model.lora is not None:
+        what = f"{model.router_bias_update_rate:g}, but {role}.lora keeps the model frozen, with the biases of routers"
+        yield problem(key, what, f"{key}=0")
 
 
 def _score_head(config: AnyConfig, role: str, shape: ModelShape) -> Iterator[Problem]:
