@@ -18,7 +18,7 @@ from mrl.cli.explain import explain
 from mrl.config.resolved.load import VERBS, Resolved
 from mrl.errors import SetupError
 from mrl.launch.ray_job import RayJob, make_job, pack, submit_command, submit_script, write_job_directory
-from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, load_site, render_script
+from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, load_slurm_site, render_script
 from mrl.preflight.findings import check_planned_memory, refuse
 
 EXAMPLE = "mrl launch slurm configs/ppo-llama3.1-70b-8n8g.yaml --cluster launch/cluster-example.yaml --dry-run"
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _slurm(arguments: argparse.Namespace, resolved: Resolved[Any], overrides: list[str]) -> int:
-    config, site = resolved.config, load_site(arguments.cluster)
+    config, site = resolved.config, load_slurm_site(arguments.cluster)
     packed, variables = pack(resolved, overrides)
     job = SlurmJob(config, site, job_files(config), Path.cwd(), arguments.verb, variables)
     script = render_script(job)

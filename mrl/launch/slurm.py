@@ -14,17 +14,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from mrl.config.bounds import Count, Seconds, Text, matching
-from mrl.config.keys import convert
-from mrl.config.resolved.sources import read_chain
 from mrl.config.sft import AnyConfig
-from mrl.config.values import interpolate
 from mrl.errors import EXIT_STOPPED, ConfigError, Problem
-from mrl.redaction import is_secret_key, redact_text
+from mrl.launch.site import Variable, load_site
 
 CONFIG, SCRIPT = "config.yaml", "job.sbatch"
 _ONE_WORD = re.compile(r"[^\s\"'#\\$`%]+")
-_HOW = "copy launch/cluster-example.yaml from mrl's repository, fill it in, and pass it as --cluster FILE"
-Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")]
 Option = Annotated[str, matching(r"[a-z][a-z0-9-]*", "a long option of sbatch, without its dashes")]
 Word = Annotated[str, matching(r"[^\s\"'#\\$`]+", "one word without quotes")]
 SlurmTime = Annotated[str, matching(r"(\d+-)?\d+(:\d{1,2}){0,2}", "[days-]hours:minutes:seconds, as in sbatch")]
@@ -79,25 +74,10 @@ class SiteConfig:
     container: ContainerConfig | None = None
 
 
-def load_site(path: str) -> SiteConfig:
-    """Return the cluster file, or raise an error with all of its problems."""
-    try:
-        layer = read_chain(path)
-    except ConfigError:
-        if Path(path).exists():
-            raise
-        raise ConfigError([Problem(path, "", "the cluster file does not exist", _HOW)]) from None
-    values, problems, secrets = interpolate(layer, path)
-    site, mistakes = convert(SiteConfig, values, secrets, lambda key: layer.origin(key, path))
-    problems += mistakes
-    for name, value in site.environment.items() if site is not None else ():
-        if is_secret_key(name) or redact_text(value) != value:
-            fix = f"pass_on: {{{name}: true}} passes it on from where the job is submitted"
-            where = layer.origin(("environment", name), path)
-            problems.append(Problem(where, f"environment.{name}", "a secret must not be written in a file", fix))
-    if site is None or problems:
-        raise secrets.error(problems)
-    return site
+def load_slurm_site(path: str) -> SiteConfig:
+    """Return the cluster file of a Slurm cluster."""
+    fix = "pass_on: {{{name}: true}} passes it on from where the job is submitted"
+    return load_site(path, SiteConfig, "launch/cluster-example.yaml", fix)
 
 
 # --- the script -------------------------------------------------------------------------------------------------------

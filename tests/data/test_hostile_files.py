@@ -28,7 +28,7 @@ from mrl.data.row_files import ParquetFile, read_newest_samples
 from mrl.data.sources import open_source
 from mrl.errors import BadRow, DataError, MrlError, Problem
 from mrl.events import read_events
-from mrl.launch.slurm import load_site
+from mrl.launch.slurm import load_slurm_site
 from mrl.models.hf_config import HfConfig
 from mrl.models.hf_reader import HfReader
 from mrl.observe.metrics import read_metrics
@@ -107,7 +107,7 @@ def weights() -> object:
 READERS: dict[str, Callable[[Path], object]] = {
     "configuration": show,
     "extends": extends,
-    "cluster file": lambda path: load_site(str(path)),
+    "cluster file": lambda path: load_slurm_site(str(path)),
     "jsonl": lambda path: open_source(SourceConfig(dataset=str(path.rename("rows.jsonl")))),
     "parquet": lambda path: open_source(SourceConfig(dataset=str(path.rename("rows.parquet")))),
     "shape": in_model("config.json", shape),

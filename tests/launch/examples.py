@@ -15,7 +15,7 @@ from unittest.mock import patch
 from mrl.config.resolved.load import Resolved, load_config
 from mrl.config.schema import Config
 from mrl.launch.ray_job import make_job, pack, submit_command, submit_script
-from mrl.launch.slurm import SlurmJob, load_site, render_script
+from mrl.launch.slurm import SlurmJob, load_slurm_site, render_script
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "launch" / "examples"
@@ -39,7 +39,7 @@ def slurm_script() -> str:
     """`mrl launch slurm configs/PRESET.yaml --cluster launch/cluster-example.yaml`."""
     resolved = _preset()
     files = HOME / "runs" / f"{resolved.config.run.name}.launch"
-    site = load_site(str(ROOT / "launch" / "cluster-example.yaml"))
+    site = load_slurm_site(str(ROOT / "launch" / "cluster-example.yaml"))
     return render_script(SlurmJob(resolved.config, site, files, HOME, "train", pack(resolved, ())[1]))
 
 

@@ -16,7 +16,7 @@ from mrl.config.resolved.load import load_config
 from mrl.config.rules.components import own_parts
 from mrl.errors import ConfigError
 from mrl.launch.ray_job import pack
-from mrl.launch.slurm import SlurmJob, load_site, render_script
+from mrl.launch.slurm import SlurmJob, load_slurm_site, render_script
 from tests.launch.conftest import MAIN, ROOT, Place
 from tests.launch.examples import EXAMPLES, rendered
 
@@ -50,7 +50,7 @@ def script(directory: Path, container: str = "", *, preset: str = PRESET) -> str
     cluster.write_text(f"extends: {EXAMPLE}\n{container}\n")
     config = load_config(preset, [f"run.dir={directory / 'runs'}"]).config
     files = directory / "runs" / f"{config.run.name}.launch"
-    return render_script(SlurmJob(config, load_site(str(cluster)), files, directory, "train", ("JUDGE_KEY",)))
+    return render_script(SlurmJob(config, load_slurm_site(str(cluster)), files, directory, "train", ("JUDGE_KEY",)))
 
 
 @pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
@@ -117,7 +117,7 @@ def test_a_wrong_cluster_file_says_what_is_wrong(line: str, said: str, tmp_path:
     file = tmp_path / "cluster.yaml"
     file.write_text(f"extends: {EXAMPLE}\n{line}\n")
     with pytest.raises(ConfigError) as caught:
-        load_site(str(file))
+        load_slurm_site(str(file))
     assert said in str(caught.value)
     assert "abcdefghij" not in str(caught.value)
 
