@@ -58,12 +58,18 @@ class RayJob:
     """Secret variables that must already be set where Ray runs."""
 
 
-def make_job(resolved: Resolved[Any], overrides: Sequence[str], further: Sequence[str]) -> RayJob:
-    """Return the job of a configuration. Paths that would be wrong on the cluster are an error."""
+def make_job(
+    resolved: Resolved[Any], overrides: Sequence[str], further: Sequence[str], *, has_token: bool = False
+) -> RayJob:
+    """Return the job of a configuration. Paths that would be wrong on the cluster are an error.
+
+    With `has_token`, the cluster is started with a token.
+    """
     config, (text, variables) = resolved.config, pack(resolved, overrides)
     if problems := list(_relative_paths(config)):
         raise ConfigError(problems)
-    if os.environ.get("RAY_AUTH_MODE") != "token" and not config.cluster.allow_insecure_ray:
+    is_secure = has_token or os.environ.get("RAY_AUTH_MODE") == "token"
+    if not is_secure and not config.cluster.allow_insecure_ray:
         fix = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to the cluster's token, or "
         fix += "cluster.allow_insecure_ray=true"
         raise SetupError("the job would be submitted without token authentication", fix=fix)

@@ -16,7 +16,7 @@ Variable = Annotated[str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an en
 
 
 class Site(Protocol):
-    """What the cluster files of all schedulers have."""
+    """The part that the cluster files of all schedulers have."""
 
     @property
     def environment(self) -> dict[Variable, str]:

@@ -35,6 +35,7 @@ from mrl.config.values import KeyPath, dotted
 from mrl.config.verl_keys import REASONS
 from mrl.data.prompt_loader import SAMPLERS
 from mrl.data.toy import TOY_TASKS
+from mrl.launch.kubernetes import KubernetesSite
 from mrl.launch.slurm import SiteConfig
 from mrl.models.families import FAMILIES
 from mrl.models.spec import ModelSpec
@@ -159,6 +160,11 @@ def preference_schema() -> str:
 def site_schema() -> str:
     """List every key of the cluster file."""
     return "".join(_sections(SiteConfig, (), {}))
+
+
+def kubernetes_schema() -> str:
+    """List every key of the cluster file of Kubernetes."""
+    return "".join(_sections(KubernetesSite, (), {}))
 
 
 def names() -> str:
@@ -552,6 +558,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         sft_schema,
         preference_schema,
         site_schema,
+        kubernetes_schema,
         names,
         files,
         layers,

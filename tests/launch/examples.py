@@ -9,11 +9,13 @@ import os
 import sys
 import tempfile
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from mrl.config.resolved.load import Resolved, load_config
+from mrl.config.resolved.load import VERBS, Resolved, load_any_config, load_config
 from mrl.config.schema import Config
+from mrl.launch.kubernetes import KubernetesJob, load_kubernetes_site, render_manifest
 from mrl.launch.ray_job import make_job, pack, submit_command, submit_script
 from mrl.launch.slurm import SlurmJob, load_slurm_site, render_script
 
@@ -32,7 +34,11 @@ ABSOLUTE = (
 
 def rendered() -> dict[str, str]:
     """Name of the file -> what it holds."""
-    return {f"{PRESET}.sbatch": slurm_script(), f"{PRESET}-ray-job.sh": ray_script()}
+    return {
+        f"{PRESET}.sbatch": slurm_script(),
+        f"{PRESET}-ray-job.sh": ray_script(),
+        f"{PRESET}-k8s.yaml": kubernetes_manifest(),
+    }
 
 
 def slurm_script() -> str:
@@ -52,6 +58,29 @@ def ray_script() -> str:
         job = make_job(resolved, ABSOLUTE, ())
         command = submit_command("http://127.0.0.1:8265", Path("DIRECTORY"), "train", wait=False)
         return submit_script(job, command)
+
+
+def kubernetes_manifest(preset: str = PRESET, kuberay: str = "1.6", *, is_package: bool = False) -> str:
+    """`mrl launch k8s configs/PRESET.yaml ABSOLUTE --cluster launch/kubernetes-example.yaml --dry-run`."""
+    file = str(ROOT / "launch" / "kubernetes-example.yaml")
+    site = replace(load_kubernetes_site(file), kuberay=kuberay)
+    with tempfile.TemporaryDirectory() as here, chdir(here):
+        code = Path("my_rewards/__init__.py" if is_package else "my_rewards.py")
+        code.parent.mkdir(exist_ok=True)
+        code.write_text("def score(sample):\n    return 0.0\n")
+        resolved = load_any_config(str(ROOT / "configs" / f"{preset}.yaml"), overrides := _absolute(preset))
+        job = make_job(resolved, overrides, (), has_token=True)
+        return render_manifest(KubernetesJob(resolved.config, site, job, VERBS[type(resolved.config)]), file)
+
+
+def _absolute(preset: str) -> list[str]:
+    """Return overrides with absolute paths for all of a preset's."""
+    if preset == PRESET:
+        return [*ABSOLUTE]
+    resolved = load_any_config(str(ROOT / "configs" / f"{preset}.yaml"))
+    sources = {"train": resolved.config.data.train, "validation": resolved.config.data.validation}
+    names = (f"{part}.{name}" for part, entries in sources.items() for name in entries)
+    return [f"run.dir={HOME}/runs", *(f"data.{name}.dataset={HOME}/data.jsonl" for name in names)]
 
 
 def _preset(*overrides: str) -> Resolved[Config]:
