@@ -21,7 +21,8 @@ from mrl.errors import ConfigError, ModelError, Problem, SetupError
 from mrl.launch.kubernetes import MANIFEST, KubernetesJob, KubernetesSite, load_kubernetes_site, render_manifest
 from mrl.launch.ray_job import RayJob, make_job, pack, submit_command, submit_script, write_job_directory
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, load_slurm_site, render_script
-from mrl.plan.memory import GIB, gib, plan_memory
+from mrl.plan.assumptions import GIB
+from mrl.plan.memory import gib, plan_memory
 from mrl.plan.plan_input import make_plan_input
 from mrl.preflight.findings import check_planned_memory, refuse
 
