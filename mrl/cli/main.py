@@ -33,6 +33,8 @@ VERBS = {
     "verify": ("mrl.cli.verify", "compare the layouts of a configuration with one rank and with transformers"),
     "env": ("mrl.cli.env", "list versions and devices, and which parts of the stack work on this machine"),
     "train": ("mrl.cli.train", "train a model with a configuration"),
+    "replay": ("mrl.cli.replay", "train a recorded step again, also in another layout, and compare the results"),
+    "diff": ("mrl.cli.diff", "find the first step, phase, token, tensor and rank in which two runs part"),
     "sft": ("mrl.cli.sft", "train a model on prompts and their answers"),
     "rm": ("mrl.cli.sft", "train a reward model on pairs of preferred and rejected responses"),
     "dpo": ("mrl.cli.sft", "train a policy on pairs of preferred and rejected responses, without a reward model"),

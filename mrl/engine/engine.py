@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -79,6 +80,8 @@ class MegatronEngine:
             self.adapters = Adapters(self.models, request.spec, request.lora, groups)
         self.optimizer: Optimizer | None = None
         self._base_digest = ""
+        self.watch: Callable[[], AbstractContextManager[None]] | None = None
+        """Context of the passes of an update while a step is recorded."""
         self.expert_load = ExpertLoad(self.models, request.spec, groups) if request.spec.moe else None
         self.router_replay: RouterReplay | None = None
         if request.replays_routes:
@@ -194,7 +197,8 @@ class MegatronEngine:
         self.memory.check("parameters", "gradients", "optimizer")
         assert self.optimizer is not None, "only a trained engine has an optimizer"
         self.optimizer.zero_grad()
-        reports = self.forward_backward(rows, micro_batches, loss, scores)
+        with nullcontext() if self.watch is None else self.watch():
+            reports = self.forward_backward(rows, micro_batches, loss, scores)
         self.memory.need("optimizer")
         outcome = self.optimizer.step()
         if outcome.applied:
