@@ -16,7 +16,7 @@ _MODULES_PER_LAYER, _SIDES = 14, 2
 
 
 def recorded_in(config: Config) -> list[int]:
-    """Return the steps that are recorded whatever their metrics are."""
+    """Return the steps that are recorded for any value of their metrics."""
     record, last = config.training.record, config.training.steps
     every = range(record.every, last + 1, record.every) if record.every else ()
     return sorted({*record.steps, *every})

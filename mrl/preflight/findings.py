@@ -123,7 +123,7 @@ def check_batch(config: AnyConfig) -> Iterator[CheckResult]:
 
 
 def check_record(config: Config) -> Iterator[CheckResult]:
-    """Tell the largest size of the recorded steps, and warn if the limit would end the recording."""
+    """Report the largest size of the recorded steps, and warn if the limit would end the recording."""
     about, record, steps = "record", config.training.record, recorded_in(config)
     if not steps and not config.training.record_when:
         return
