@@ -39,6 +39,7 @@ VERBS = {
     "rm": ("mrl.cli.sft", "train a reward model on pairs of preferred and rejected responses"),
     "dpo": ("mrl.cli.sft", "train a policy on pairs of preferred and rejected responses, without a reward model"),
     "eval": ("mrl.cli.eval", "validate a model, or a checkpoint of a run, without training"),
+    "rollout": ("mrl.cli.rollout", "generate and score samples without training, as data for sft, dpo and rm"),
     "launch": ("mrl.cli.launch", "start a run on a cluster, through Slurm or as a Ray job"),
     "export": ("mrl.cli.export", "write a checkpoint of a run as a model that transformers and vLLM load"),
     "report": ("mrl.cli.report", "write a report of a run as one HTML file"),
