@@ -96,7 +96,7 @@ def _figures(scored: Sequence[DataProto], num_asked: int, seconds: float, device
 def best_rows(rows: Sequence[Row], least: float) -> list[Row]:
     """Return the best sample of each prompt if its score is at least `least`, as a row for `mrl sft`.
 
-    Of equal scores, the first sample counts. A blank response, or one that was cut off, is left out.
+    Of equal scores, the first sample counts. Responses that are blank or were cut off are left out.
     """
     best = (max(group, key=lambda row: row["score"]) for group in _by_prompt(rows) if group)
     return [

@@ -94,7 +94,7 @@ def own_gradients(engine: Any) -> Iterator[None]:
 FAULTS: dict[str, tuple[ParallelConfig, Callable[[Any], Any]]] = {
     "wrong scale": (ParallelConfig(tp=2, pp=2), wrong_scale),
     "wrong weight": (ParallelConfig(tp=2, pp=2), wrong_weight),
-    "skipped sum": (ParallelConfig(tp=2, pp=2), skipped_all_reduce),
+    "skipped all-reduce": (ParallelConfig(tp=2, pp=2), skipped_all_reduce),
     "own gradients": (ParallelConfig(tp=2), own_gradients),
 }
 RIGHT = {"tp 2 pp 2": ParallelConfig(tp=2, pp=2), "tp 2 dp 2": ParallelConfig(tp=2), "pp 2 dp 2": ParallelConfig(pp=2)}

@@ -103,6 +103,14 @@ def test_a_step_with_an_unusual_metric_is_recorded_and_named(tmp_path: Path) -> 
     assert [what for what, *_ in found.roles["critic"].recorded].count("drop_record") == 5, "no watch is left"
 
 
+def test_a_jump_is_measured_from_the_steps_before(tmp_path: Path) -> None:
+    """The loss is 1, 2, 3, ...: step 3 is 1.5 from the mean of the steps before it, and step 2 has only one before."""
+    training = {"steps": 3, "record_when": {"critic/loss": MetricRangeConfig(jump=1.2)}}
+    with scene(config_of(tmp_path, critic=CRITIC, training=training), tmp_path) as found:
+        found.trainer.fit()
+    assert recorded_steps(tmp_path) == [3]
+
+
 def test_a_misspelt_metric_is_reported_once(tmp_path: Path) -> None:
     training = {"record_when": {"actor/grad_nrm": MetricRangeConfig(max=3.5)}}
     with scene(config_of(tmp_path, training=training), tmp_path) as found:
