@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ _OWN_KEYS = (
 )
 """Beginnings of keys that name files of a run or its length, and change nothing in a step."""
 _MOST_SHOWN = 12
+_METRICS_TOLERANCE = 1e-3
+"""Largest difference of metrics, relative to their size if that is above 1."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +41,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compare(one: Path, other: Path, *, step: int | None = None, exact: bool = False) -> int:
+    """Print the comparison of two runs. Return the exit code."""
+    lines = comparison(one, other, step=step, exact=exact)
+    while True:
+        try:
+            print(next(lines), flush=True)
+        except StopIteration as end:
+            return EXIT_DIFFERENT if end.value else 0
+
+
+def comparison(one: Path, other: Path, *, step: int | None = None, exact: bool = False) -> Generator[str, None, bool]:
+    """Yield the lines of a comparison up to the first difference. Return whether there is one."""
     # These load torch.
     from mrl.observe.step_diff import step_differences
     from mrl.protocol.step_record import StepRecord, recorded_steps
@@ -46,44 +59,41 @@ def compare(one: Path, other: Path, *, step: int | None = None, exact: bool = Fa
     for path in (one, other):
         if not (path / "config.yaml").is_file():
             raise SetupError(f"{path} is not the directory of a run: it has no config.yaml")
-    is_different = False
+    steps, unexplained = [step], False
     if step is None:
-        is_different = _metrics_differ(one, other, exact=exact)
-    steps = [step] if step is not None else [s for s in recorded_steps(one) if s in recorded_steps(other)]
+        steps = [number for number in recorded_steps(one) if number in recorded_steps(other)]
+        parting, line = _first_metric(one, other, exact=exact)
+        unexplained = parting is not None and parting not in steps
+        yield line
     if not steps:
-        print("no step is recorded in both runs; training.record.every=1 records columns and tensors")
+        yield "no step is recorded in both runs; training.record.every=1 records columns and tensors"
     for number in steps:
         pair = StepRecord.read(one, number), StepRecord.read(other, number)
         if number == steps[0]:
-            print("\n".join(_circumstances(pair[0].facts, pair[1].facts)))
+            yield from _circumstances(pair[0].facts, pair[1].facts)
         found = list(step_differences(*pair, exact=exact))
         if any(difference.is_too_large for difference in found):
-            print("\n".join(_parting(number, found)))
-            return EXIT_DIFFERENT
-        print("\n".join(_agreement(number, found, exact=exact)))
-    return EXIT_DIFFERENT if is_different else 0
+            yield from _parting(number, found)
+            return True
+        yield from _agreement(number, found)
+    return unexplained
 
 
-def _metrics_differ(one: Path, other: Path, *, exact: bool) -> bool:
-    """Print the first step whose metrics differ by more than rounding, and return whether there is one."""
+def _first_metric(one: Path, other: Path, *, exact: bool) -> tuple[int | None, str]:
+    """Return the first step whose metrics differ, or None, and a line about it. The records of a step say more."""
     from mrl.observe.metrics import read_metrics, without_clock
 
-    sides = [
-        {line["step"]: without_clock(line) for line in read_metrics(path / "metrics.jsonl")}
-        if (path / "metrics.jsonl").is_file()
-        else {}
-        for path in (one, other)
-    ]
+    files = [path / "metrics.jsonl" for path in (one, other)]
+    sides = [{line["step"]: without_clock(line) for line in read_metrics(f)} if f.is_file() else {} for f in files]
     steps = sorted(sides[0].keys() & sides[1].keys())
+    tolerance = 0.0 if exact else _METRICS_TOLERANCE
     for step in steps:
         a, b = sides[0][step], sides[1][step]
-        names = [name for name in a if name in b and not _is_close(a[name], b[name], 0.0 if exact else 1e-3)]
+        names = [name for name in a if name in b and not _is_close(a[name], b[name], tolerance)]
         if names:
             more = f", and {len(names) - 1} other metrics" if len(names) > 1 else ""
-            print(f"metrics first differ in step {step}: {names[0]} is {a[names[0]]} and {b[names[0]]}{more}")
-            return True
-    print(f"metrics: no difference in {len(steps)} steps of both runs")
-    return False
+            return step, f"metrics first differ in step {step}: {names[0]} is {a[names[0]]} and {b[names[0]]}{more}"
+    return None, f"metrics: no difference in {len(steps)} steps of both runs"
 
 
 def _is_close(a: float | None, b: float | None, tolerance: float) -> bool:
@@ -120,7 +130,7 @@ def _parting(step: int, found: Sequence[StepDifference]) -> Iterator[str]:
     yield from aligned(_rows(difference for difference in found if difference.is_too_large))
 
 
-def _agreement(step: int, found: Sequence[StepDifference], *, exact: bool) -> Iterator[str]:
+def _agreement(step: int, found: Sequence[StepDifference]) -> Iterator[str]:
     largest = max((difference.size for difference in found), default=0.0)
     if largest == 0:
         yield f"step {step}: equal, bit for bit ({len(found)} comparisons)"

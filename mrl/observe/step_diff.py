@@ -102,7 +102,7 @@ def _of_column(phase: str, name: str, one: DataProto, other: DataProto, limit: f
 
 def _relative(a: Numbers, b: Numbers) -> Numbers:
     with np.errstate(invalid="ignore"):
-        sizes = np.abs(a - b) / np.maximum(1.0, np.abs(a))
+        sizes: Numbers = np.abs(a - b) / np.maximum(1.0, np.abs(a))
     sizes[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
     return sizes
 

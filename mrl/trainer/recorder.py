@@ -121,7 +121,7 @@ class StepRecorder:
         after = {name: role.record("end_record") for name, role in opened.roles.items()}
         prints = [placed for name in after for placed in _placed(name, opened.before[name], after[name])]
         ranks = {name: [record.place | {"host": record.host} for record in records] for name, records in after.items()}
-        facts = _facts(run.config, run.directory, step) | opened.facts | known
+        facts = _facts(run.config, run.directory, step) | opened.facts | dict(known)
         facts |= {"updates": opened.updates, "ranks": ranks}
         local, kept = fetch(batch, _FETCH_S), stored_form(samples)
         local = DataProto({**local.columns()}, local.row_ids, finite(facts))
