@@ -158,13 +158,13 @@ def _first_activation(
 ) -> PrintDifference | None:
     """Return the first activation that differs too much, or otherwise the largest difference.
 
-    Stages come one after another. The ranks of a stage call the same modules in the same order.
+    Layers come one after another. The ranks that have a layer call the same modules in the same order.
     """
-    found: dict[tuple[int, int], list[tuple[float, int, str, str]]] = defaultdict(list)
+    found: dict[tuple[float, int], list[tuple[float, int, str, str]]] = defaultdict(list)
     positions: Counter[int] = Counter()
     for rank, (kind, name) in _calls(sides[0]):
         a, b = sides[0][kind][rank, name], sides[1].get(kind, {}).get((rank, name))
-        order = places[rank]["pp"], positions[rank]
+        order = _depth(name), positions[rank]
         positions[rank] += 1
         if b is not None:
             found[order].append((_size(a, b, a.norm, limits), rank, kind, name))
@@ -178,11 +178,16 @@ def _first_activation(
     return PrintDifference(f"activation ({kind})", name, _described(ranks, places), norms, size, limits.tensor)
 
 
+def _depth(name: str) -> float:
+    """Return the layer of a module, -1 for the embedding, and infinity after all layers."""
+    layer = _LAYER.match(name)
+    return int(layer[1]) if layer else -1 if name.startswith(("embedding", "rotary")) else math.inf
+
+
 def _calls(side: Mapping[str, Parts]) -> list[tuple[int, tuple[str, str]]]:
     """Return the inputs and outputs of modules in the order of the calls: the input of each, then its output."""
-    return [
-        (rank, (kind, name)) for rank, name in side.get("output", {}) for kind in _FORWARD if (rank, name) in side[kind]
-    ]
+    calls = ((rank, kind, name) for rank, name in side.get("output", {}) for kind in _FORWARD)
+    return [(rank, (kind, name)) for rank, kind, name in calls if (rank, name) in side.get(kind, {})]
 
 
 def _described(ranks: Sequence[int], places: Sequence[Mapping[str, int]]) -> str:
