@@ -59,9 +59,10 @@ def comparison(one: Path, other: Path, *, step: int | None = None, exact: bool =
     for path in (one, other):
         if not (path / "config.yaml").is_file():
             raise SetupError(f"{path} is not the directory of a run: it has no config.yaml")
-    steps, unexplained = [step], False
-    if step is None:
-        steps = [number for number in recorded_steps(one) if number in recorded_steps(other)]
+    steps, unexplained = [number for number in recorded_steps(one) if number in recorded_steps(other)], False
+    if step is not None:
+        steps = [step]
+    else:
         parting, line = _first_metric(one, other, exact=exact)
         unexplained = parting is not None and parting not in steps
         yield line

@@ -89,10 +89,10 @@ def print_differences(
     sides = _by_kind(one, role, moment, by_rank), _by_kind(other, role, moment, by_rank)
     if by_rank and (found := _first_activation(sides, places, limits)) is not None:
         yield found
-    before = _by_kind(one, role, BEFORE, by_rank).get("main_weight", {}) if moment.order == AFTER.order else {}
+    before = _by_kind(one, role, BEFORE, by_rank) if moment == AFTER else {}
     for kind in sides[0]:
         if kind in sides[1] and kind not in _FORWARD:
-            yield _of_kind(kind, (sides[0][kind], sides[1][kind]), before, places, limits)
+            yield _of_kind(kind, (sides[0][kind], sides[1][kind]), before.get(kind, {}), places, limits)
 
 
 def _places(record: StepRecord, role: str) -> list[dict[str, int]]:
@@ -134,15 +134,13 @@ def _of_kind(
     limits: RoundingLimits,
 ) -> PrintDifference:
     """Return the largest difference of a kind, and the number of tensors whose difference is too large."""
-    has_update = kind == "main_weight" and bool(before)
-    limit = limits.update if has_update else limits.tensor
+    limit = limits.update if kind == "main_weight" and before else limits.tensor
     if only := sides[0].keys() ^ sides[1].keys():
         key = min(only)
         sided = ("present", "missing") if key in sides[0] else ("missing", "present")
         return PrintDifference(kind, key[1], _described([key[0]], places), sided, math.inf, limit)
     keys = [*sides[0]]
-    # The update of a tensor, or the tensor itself, is what a difference is relative to.
-    own = {key: sides[0][key].distance(before[key]) if has_update else sides[0][key].norm for key in keys}
+    own = {key: _scale(kind, sides[0][key], before.get(key), limits) for key in keys}
     floor = _FLOOR * math.sqrt(sum(norm**2 for norm in own.values()))
     sizes = {key: _size(sides[0][key], sides[1][key], own[key] + floor, limits) for key in keys}
     key = max(keys, key=lambda key: sizes[key])
@@ -151,6 +149,17 @@ def _of_kind(
     note = f"{len({name for _, name in too_large})} of {len({name for _, name in keys})} tensors" if too_large else ""
     norms = f"norm {sides[0][key].norm:.9g}", f"norm {sides[1][key].norm:.9g}"
     return PrintDifference(kind, key[1], _described(ranks, places), norms, sizes[key], limit, note)
+
+
+def _scale(kind: str, after: _Whole, before: _Whole | None, limits: RoundingLimits) -> float:
+    """Return what a difference is relative to: the norm of a tensor, or of the update of main weights.
+
+    Weights are rounded main weights, so both apply to them.
+    """
+    if before is None or not kind.endswith("weight"):
+        return after.norm
+    update = after.distance(before)
+    return update if kind == "main_weight" or limits.exact else after.norm + update * limits.update / limits.tensor
 
 
 def _first_activation(

@@ -116,8 +116,15 @@ def record_rank(path: str, layout: ParallelConfig, fault: Callable[[Any], Any]) 
         return before, RankRecord(asdict(groups.at), "host", state_prints(engine), watch.updates)
 
 
-def record_all(path: str) -> dict[str, tuple[list[Any], RankRecord]]:
+EXPERTS = {
+    "experts tp 2 ep 2": ParallelConfig(tp=2, ep=2, sequence_parallel=True),
+    "experts pp 2 vpp 2": ParallelConfig(pp=2, vpp=2),
+}
+
+
+def record_all(path: str, mixture: str) -> dict[str, tuple[list[Any], RankRecord]]:
     right = {name: record_rank(path, layout, nothing) for name, layout in RIGHT.items()}
+    right |= {name: record_rank(mixture, layout, nothing) for name, layout in EXPERTS.items()}
     return right | {name: record_rank(path, *fault) for name, fault in FAULTS.items()}
 
 
@@ -141,8 +148,8 @@ def record_of(ranks: list[tuple[list[Any], RankRecord]]) -> StepRecord:
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StepRecord]:
     from tests.models.tiny_models import make_tiny  # transformers is not for the ranks, which import this module
 
-    path = str(make_tiny("qwen2", tmp_path_factory.mktemp("model")))
-    by_rank = run_distributed(4, record_all, path, timeout_s=300)
+    paths = [str(make_tiny(name, tmp_path_factory.mktemp(name))) for name in ("qwen2", "qwen3_moe")]
+    by_rank = run_distributed(4, record_all, *paths, timeout_s=300)
     return {name: record_of([rank[name] for rank in by_rank]) for name in by_rank[0]}
 
 
@@ -184,6 +191,12 @@ def test_equal_layouts_are_equal_to_the_bit_and_others_within_rounding(records: 
         assert parted(records["tp 2 pp 2"], records[other]) == []
         assert parted(records["tp 2 pp 2"], records[other], exact=True) != []
     assert parted(records["pp 2 dp 2"], records["own gradients"])[0][0] == "gradient"
+
+
+def test_experts_are_counted_once_in_every_layout(records: dict[str, StepRecord]) -> None:
+    one, other = (records[name] for name in EXPERTS)
+    assert parted(one, other) == []
+    assert parted(one, other, exact=True) != []
 
 
 def step_record(responses: list[list[int]], facts: dict[str, Any] | None = None, **columns: Any) -> StepRecord:
