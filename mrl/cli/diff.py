@@ -14,6 +14,7 @@ from mrl.errors import SetupError
 
 if TYPE_CHECKING:
     from mrl.observe.step_diff import StepDifference
+    from mrl.protocol.step_record import StepRecord
 
 EXAMPLE = "mrl diff runs/laptop-ppo runs/laptop-ppo-replay-3"
 EXIT_DIFFERENT = 3
@@ -72,6 +73,7 @@ def comparison(one: Path, other: Path, *, step: int | None = None, exact: bool =
         pair = StepRecord.read(one, number), StepRecord.read(other, number)
         if number == steps[0]:
             yield from _circumstances(pair[0].facts, pair[1].facts)
+            yield from _not_compared(*pair)
         found = list(step_differences(*pair, exact=exact))
         if any(difference.is_too_large for difference in found):
             yield from _parting(number, found)
@@ -120,6 +122,16 @@ def _circumstances(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator
         yield from changed[:_MOST_SHOWN]
         if len(changed) > _MOST_SHOWN:
             yield f"  and {len(changed) - _MOST_SHOWN} more"
+
+
+def _not_compared(one: StepRecord, other: StepRecord) -> Iterator[str]:
+    """Yield what only one of the records has."""
+    columns = [set(record.batch.columns()) for record in (one, other)]
+    kinds = [{part.kind for *_, part in record.prints} for record in (one, other)]
+    for name, (a, b) in {"columns": columns, "kinds of tensors": kinds}.items():
+        for side, only in (("first", a - b), ("second", b - a)):
+            if only:
+                yield f"{name} of only the {side} run, not compared: {', '.join(sorted(only))}"
 
 
 def _parting(step: int, found: Sequence[StepDifference]) -> Iterator[str]:

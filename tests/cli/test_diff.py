@@ -9,6 +9,7 @@ import pytest
 
 from mrl.cli.main import main
 from mrl.config.training import RecordConfig
+from mrl.protocol import DataProto
 from mrl.rollout.requests import GenerationRequest, Sampling
 from mrl.trainer import generation
 from tests.trainer.fakes import END, make_config, scene
@@ -64,6 +65,15 @@ def test_what_differs_in_the_configuration_is_listed(tmp_path: Path, capsys: pyt
     assert "configuration: 1 differences\n  training.seed: 5 and 6\n" in said
     assert "seeds: 2 differences\n  training: 5 and 6\n" in said
     assert "step 1: the first difference is in phase rollout: column responses" in said
+
+
+def test_what_only_one_run_has_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [run_of(tmp_path / "a"), run_of(tmp_path / "b")]
+    path = runs[1] / "record" / "step-000001" / "batch.mrl"
+    batch = DataProto.load_from_disk(path)
+    batch.with_column("values", batch["advantages"]).save_to_disk(path)
+    assert main(["diff", *map(str, runs), "--step", "1"]) == 0
+    assert "columns of only the second run, not compared: values\n" in capsys.readouterr().out
 
 
 def test_runs_without_records_are_compared_by_their_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

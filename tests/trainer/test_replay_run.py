@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mrl.config.resolved.load import load_config
 from mrl.demo.model import make_model
+from mrl.plan.record_size import record_size
 from mrl.protocol.step_record import StepRecord
 from tests.apart import run_mrl, untimed
 
@@ -48,6 +50,10 @@ def test_a_replay_in_the_same_layout_is_equal_to_the_bit(step: int, run: Path) -
     record = StepRecord.read(run, step)
     assert len(record.facts["ranks"]["actor"]) == 2
     kinds = {part.kind for role, *_, part in record.prints if role == "critic"}
+    size = sum(file.stat().st_size for file in record.path.iterdir())
+    assert size <= record_size(load_config(str(run / "config.yaml"), []).config) <= 5 * size, (
+        "mrl check shows it before"
+    )
     assert kinds >= {"weight", "main_weight", "exp_avg", "exp_avg_sq", "gradient", "input", "output"}
 
 
