@@ -15,7 +15,7 @@ from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.errors import SetupError
 
-EXAMPLE = "mrl replay runs/laptop-ppo --step 3 actor.parallel.tp=1"
+EXAMPLE = "mrl replay runs/laptop-ppo actor.parallel.tp=1 --step 3"
 _WITHOUT_FILES = (
     "training.resume=never",
     "training.max_restarts=0",
