@@ -80,12 +80,12 @@ class MegatronEngine:
             self.adapters = Adapters(self.models, request.spec, request.lora, groups)
         self.optimizer: Optimizer | None = None
         self._base_digest = ""
-        self.watch: Callable[[], AbstractContextManager[None]] | None = None
-        """Context of the passes of an update while a step is recorded."""
         self.expert_load = ExpertLoad(self.models, request.spec, groups) if request.spec.moe else None
         self.router_replay: RouterReplay | None = None
         if request.replays_routes:
             self.router_replay = RouterReplay(self.models, request.spec, groups)
+        self.watch: Callable[[], AbstractContextManager[None]] | None = None
+        """Context of the passes of an update while a step is recorded."""
 
     @property
     def packing(self) -> PackingRules:
