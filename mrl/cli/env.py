@@ -11,8 +11,8 @@ from typing import Any
 
 import mrl
 from mrl.cli.arguments import aligned
-from mrl.libraries import IMPORT_TRANSFORMER_ENGINE, failure
-from mrl.preflight.node_facts import cpu_model, git_revision, gpus, memory_bytes, usable_cpus, versions
+from mrl.libraries import IMPORT_TRANSFORMER_ENGINE, failure, versions
+from mrl.preflight.node_facts import cpu_model, git_revision, gpus, memory_bytes, usable_cpus
 from mrl.redaction import redact
 
 EXAMPLE = "mrl env --json"

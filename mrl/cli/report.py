@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from mrl.cli.diff import comparison
 from mrl.config.resolved.load import load_any_config
 from mrl.config.resolved.render import render_difference
 from mrl.errors import SetupError
@@ -61,9 +62,10 @@ def write_comparison(directories: Sequence[Path], out: Path | None = None) -> Pa
     labels = names if len(set(names)) == len(names) else [str(directory) for directory in directories]
     first, *rest = (load_any_config(str(config)) for _, config in run_files)
     difference = "\n".join(filter(None, (render_difference(first, other) for other in rest)))
+    parting = "\n".join(comparison(*directories)) if len(directories) == 2 else ""
     lines = {label: read_metrics(metrics) for label, (metrics, _) in zip(labels, run_files, strict=True)}
     out = out or Path("comparison.html")
-    out.write_text(render_comparison(lines, difference), encoding="utf-8")
+    out.write_text(render_comparison(lines, difference, parting), encoding="utf-8")
     return out
 
 

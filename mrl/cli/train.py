@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mrl.cli.arguments import add_config_first
 from mrl.cli.supervise import Lost, add_attempt, finished, watched
 from mrl.config.resolved.load import Resolved, load_config, settle_models
+from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.errors import EXIT_STOPPED, ConfigError, Problem, TooFewDevices
 from mrl.plan.search import fits_on
 from mrl.preflight.findings import refuse
+
+if TYPE_CHECKING:
+    from mrl.trainer.ppo import RayPPOTrainer
 
 EXAMPLE = "mrl train configs/laptop-ppo.yaml model.path=my-model training.steps=20"
 
@@ -56,6 +62,17 @@ def _train_here(resolved: Resolved[Config], lost: Lost, quiet: bool) -> int:
 
 
 def _train(resolved: Resolved[Config], lost: Lost, quiet: bool) -> int:
+    if resolved.config.training.samples_from is not None:
+        _check_samples(resolved.config)
+    with started(resolved, lost, quiet) as trainer:
+        trainer.fit()
+        trainer.run.console.print(f"{trainer.num_steps_done} steps done; all files are in {trainer.run.directory}")
+    return 0 if trainer.num_steps_done == resolved.config.training.steps else EXIT_STOPPED
+
+
+@contextmanager
+def started(resolved: Resolved[Config], lost: Lost, quiet: bool) -> Iterator[RayPPOTrainer]:
+    """Start a run's Ray and workers, for the length of the block."""
     # These load torch and Ray. A wrong configuration fails before.
     from mrl.controller.cluster import ray_cluster_soon, when_ray_is_lost
     from mrl.observe.console import Console
@@ -81,6 +98,13 @@ def _train(resolved: Resolved[Config], lost: Lost, quiet: bool) -> int:
         with trainer.init_workers():
             gc.freeze()
             gc.enable()
-            trainer.fit()
-        console.print(f"{trainer.num_steps_done} steps done; all files are in {opened.directory}")
-    return 0 if trainer.num_steps_done == config.training.steps else EXIT_STOPPED
+            yield trainer
+
+
+def _check_samples(config: Config) -> None:
+    """Raise an error unless the samples of all steps are recorded."""
+    from mrl.trainer.recorded_samples import check_recorded
+
+    source, done = Path(str(config.training.samples_from)), steps_in(Path(config.run.dir, config.run.name, CHECKPOINTS))
+    first = 1 + (done[-1] if done and config.training.resume == "auto" else 0)
+    check_recorded(source, first, config.training.steps)

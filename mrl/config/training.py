@@ -6,11 +6,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mrl.config.bounds import Count, NotNegative, PlainName, Proportion, Seconds, Share, Text, component, own_component
+from mrl.config.bounds import (
+    Count,
+    NotNegative,
+    PlainName,
+    Proportion,
+    Seconds,
+    Share,
+    Text,
+    component,
+    matching,
+    own_component,
+)
 from mrl.config.reward import RewardFunctionConfig
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
 Tracker = Annotated[str, component("tracker", TRACKERS)]
+
+
+MetricName = Annotated[
+    str, matching(r"[A-Za-z0-9][A-Za-z0-9._/@+-]{0,199}", "the name of a metric, such as actor/grad_norm")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """Steps that are recorded completely, in `record/`, for `mrl replay` and `mrl diff`, and how much of them."""
+
+    steps: list[Count] = field(default_factory=list)
+    """Steps to record."""
+    every: NotNegative = 0
+    """Also record every step whose number is a multiple of this; 0 records none."""
+    gradients: bool = False
+    """Also record a digest, a norm and a sketch of each gradient on each rank, in every update of the step."""
+    activations: bool = False
+    """Also record these for the input and output of each module on each rank, in the first micro-batch of every
+    update."""
+    max_bytes: Count = 10**10
+    """Largest size of all records of a run. A step that would exceed it is not recorded, with a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRangeConfig:
+    """Usual values of a metric. A step outside of them is recorded."""
+
+    min: float | None = None
+    """Lowest usual value."""
+    max: float | None = None
+    """Highest usual value."""
+    jump: Share | None = None
+    """Largest usual distance from the mean of the ten steps before. It applies from the third step on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +95,13 @@ class TrainingConfig:
     name -> number. The metric is called `own/NAME`. If one fails, the run reports it and continues."""
     dump_steps: list[Count] = field(default_factory=list)
     """Steps whose token ids, log-probs, values and advantages are written to `tensors/` as parquet."""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    record_when: dict[MetricName, MetricRangeConfig] = field(default_factory=dict)
+    """Record a step if one of its metrics leaves its range: name of the metric -> range. A metric that is not finite is
+    outside of any range. Digests of weights and optimizer state are then computed in every step."""
+    samples_from: Text | None = None
+    """Directory of a run whose recorded samples are trained in place of new ones. No engine and no reward is started,
+    and every step must be recorded. Null generates samples."""
     samples_every: NotNegative = 1
     """Steps between files with samples and their text; 0 writes none."""
 

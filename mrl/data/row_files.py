@@ -210,6 +210,12 @@ def write_samples(directory: Path, step: int, columns: Mapping[str, Sequence[Any
     return path
 
 
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a parquet file with a row for each mapping, readable only by its owner."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), file)
+
+
 def read_sample_columns(path: Path, names: Sequence[str], fix: str) -> list[list[Any]]:
     """Return columns of a samples file. `fix` says which file is needed."""
     try:

@@ -133,7 +133,7 @@ def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
         saved.check_files(dist.get_rank(), dist.get_world_size())
     with raise_on_all_ranks("loading"), torch.no_grad():
         optimizer.begin_at(saved.manifest["num_steps"])
-        for shard, parameter in _held(engine):
+        for shard, parameter in saved_tensors(engine):
             if (owned := optimizer.owned(parameter)) is not None:
                 state = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in owned.state.items()}
                 for name, box, views in flat_shard_regions(shard, owned.start, state):
@@ -161,7 +161,8 @@ def _optimizer(engine: MegatronEngine) -> Optimizer:
     return engine.optimizer
 
 
-def _held(engine: MegatronEngine) -> Iterator[tuple[Shard, Tensor]]:
+def saved_tensors(engine: MegatronEngine) -> Iterator[tuple[Shard, Tensor]]:
+    """Yield the tensors of a checkpoint that this rank holds. A model with adapters saves only what it trains."""
     held = held_tensors(engine.models, engine.request.spec, engine.request.head, engine.groups)
     if engine.adapters is not None:  # a score head is trained whole
         return chain(engine.adapters.held(), ((shard, tensor) for shard, tensor in held if shard.name == SCORE))
@@ -199,7 +200,7 @@ def _copy_rank(engine: MegatronEngine) -> tuple[dict[str, Tensor], list[tuple[st
     optimizer = _optimizer(engine)
     tensors = {RANDOM + name: state for name, state in random_states().items()}
     boxes = []
-    for shard, parameter in _held(engine):
+    for shard, parameter in saved_tensors(engine):
         owned = optimizer.owned(parameter) if shard.trained else _frozen(parameter, engine.groups)
         if owned is not None and _is_written_here(shard, engine.groups):
             for name, box, views in flat_shard_regions(shard, owned.start, owned.state):

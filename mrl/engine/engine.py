@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,6 +87,8 @@ class MegatronEngine:
         self.router_replay: RouterReplay | None = None
         if request.replays_routes:
             self.router_replay = RouterReplay(self.models, request.spec, groups)
+        self.watch: Callable[[], AbstractContextManager[None]] | None = None
+        """Context of the passes of an update while a step is recorded."""
 
     @property
     def packing(self) -> PackingRules:
@@ -197,7 +200,8 @@ class MegatronEngine:
         self.memory.check("parameters", "gradients", "optimizer")
         assert self.optimizer is not None, "only a trained engine has an optimizer"
         self.optimizer.zero_grad()
-        reports = self.forward_backward(rows, micro_batches, loss, scores)
+        with nullcontext() if self.watch is None else self.watch():
+            reports = self.forward_backward(rows, micro_batches, loss, scores)
         self.memory.need("optimizer")
         outcome = self.optimizer.step()
         if outcome.applied:

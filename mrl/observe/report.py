@@ -238,8 +238,8 @@ def _ended(ending: str) -> str:
     return f"<p>How it ended: {escape(verdict)}.</p>{details}"
 
 
-def render_comparison(runs: Mapping[str, Lines], difference: str) -> str:
-    """Return a page that overlays these runs, with the differences between their configurations."""
+def render_comparison(runs: Mapping[str, Lines], difference: str, parting: str = "") -> str:
+    """Return a page that overlays these runs, with their configurations' differences and where two runs part."""
     title = " and ".join(runs)
     steps = {name: [line for line in lines if line["step"] > 0] for name, lines in runs.items()}
     summaries = "".join(
@@ -251,6 +251,7 @@ def render_comparison(runs: Mapping[str, Lines], difference: str) -> str:
     sections = [
         f"<h1>{escape(title)}</h1>{summaries}",
         f"<h2>Difference of the configurations</h2><pre>{escape(difference or 'None.')}</pre>",
+        *([f"<h2>Where they part</h2><pre>{escape(parting)}</pre>"] if parting else []),
         f"<h2>Curves</h2>{_curves(runs)}",
         f"<h2>Health</h2>{health}",
     ]

@@ -24,6 +24,7 @@ from mrl.plan.known_models import model_spec
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import gib, plan_memory, update_phase
 from mrl.plan.plan_input import make_plan_input
+from mrl.plan.record_size import record_size, recorded_in
 from mrl.plan.rehearsed import rehearsed_on
 from mrl.plan.search import advise
 
@@ -73,6 +74,8 @@ def check_offline(resolved: Resolved[Any], hardware_name: str | None) -> Iterato
     yield from check_columns(resolved.config)
     yield from check_experts(resolved.config)
     yield from check_adapters(resolved.config)
+    if isinstance(resolved.config, Config):
+        yield from guarded("record", check_record(resolved.config))
     yield from guarded("memory", check_memory(resolved, hardware_name))
     if resolved.config.cluster.device == "gpu":
         yield check_rehearsed(resolved)
@@ -117,6 +120,26 @@ def check_batch(config: AnyConfig) -> Iterator[CheckResult]:
                 f"{share.samples_per_rank} samples cannot fill a pipeline of {mesh.pp} stages: most devices wait",
                 f"a larger batch.{key}, or a smaller {role}.parallel.pp",
             )
+
+
+def check_record(config: Config) -> Iterator[CheckResult]:
+    """Report the largest size of the recorded steps, and warn if the limit would end the recording."""
+    about, record, steps = "record", config.training.record, recorded_in(config)
+    if not steps and not config.training.record_when:
+        return
+    try:
+        size = record_size(config)
+    except ModelError as error:
+        yield skip(about, f"the size of a record is not known: {error.what}", error.fix)
+        return
+    limit = f"training.record.max_bytes={record.max_bytes}"
+    what = f"a recorded step has at most {gib(size)}, {len(steps)} steps {gib(size * len(steps))}"
+    if config.training.record_when:
+        what += f", and the limit allows {record.max_bytes // size} steps in all"
+    if size * max(1, len(steps)) > record.max_bytes:
+        yield warn(about, f"{what}: more than {limit}", f"training.record.max_bytes={size * max(1, len(steps))}")
+    else:
+        yield ok(about, what)
 
 
 _TOKEN_RATIOS = ("ppo", "vanilla", "cispo")

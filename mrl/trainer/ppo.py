@@ -6,7 +6,7 @@ workers that compute them to the workers that read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,13 @@ from mrl.protocol import DataProto
 from mrl.registry import load_attribute
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import ReplayedRun, check_invariants, staleness_metrics, with_staleness
+from mrl.trainer.checkpoints import read_checkpoint
 from mrl.trainer.components import Components, build_components
 from mrl.trainer.engine_probe import Answers
+from mrl.trainer.recorded_samples import build_without_engines
+from mrl.trainer.recorder import StepRecorder
 from mrl.trainer.role_client import Metrics, mean_of
-from mrl.trainer.run import Run
+from mrl.trainer.run import Run, load_checkpoint
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
 from mrl.trainer.segments import trained_rows
 from mrl.trainer.start_progress import show_start_progress
@@ -57,6 +60,7 @@ class RayPPOTrainer:
         self.calls = step_calls.step_calls(run.config)
         self.num_steps_done = 0
         self.own_metrics = {name: load_attribute(name) for name in self.config.training.metrics}
+        self.recorder = StepRecorder(run)
         replay = self.config.asynchrony.replay
         self.replayed = ReplayedRun(Path(replay)) if replay else None
         run.best_by = f"the {run.config.validation.best_mode} of {run.config.validation.best}"
@@ -66,7 +70,8 @@ class RayPPOTrainer:
         """Start all roles for the length of the block. Resume from the run's checkpoint if one exists."""
         with ExitStack() as stack:
             with show_start_progress(self.run):
-                team = build_components(self.config, self.run.directory, self.run.events, self.clock)
+                build = build_components if self.config.training.samples_from is None else build_without_engines
+                team = build(self.config, self.run.directory, self.run.events, self.clock)
                 self.components = stack.enter_context(team)
             self.actor, self.critic, self.hybrid = self.components.actor, self.components.critic, self.components.hybrid
             if reason := self.hybrid.fleet.full_tensor_reason:
@@ -77,6 +82,11 @@ class RayPPOTrainer:
             self.components.stream.go_on(self.num_steps_done, drawn)
             stack.callback(self.run.finish_save)  # also after a failed step: the workers still run
             yield self.components
+
+    def begin_after(self, checkpoints: Path, step: int) -> None:
+        """Continue after a step of another run, from its checkpoint."""
+        load_checkpoint(read_checkpoint(checkpoints, step), self.components)
+        self.num_steps_done = step
 
     def fit(self) -> dict[str, float]:
         """Do all remaining steps. Return the metrics of the last validation."""
@@ -140,13 +150,15 @@ class RayPPOTrainer:
         if step in self.config.training.dump_steps:
             with self.run.may_be_lost("tensors"):
                 write_samples(self.run.directory / "tensors", step, tensor_columns(fetch(batch, _FETCH_S)))
+        known = {"weights_version": self.hybrid.version, "kl_coef": self.components.kl.coef}
+        self.recorder.begin(step, self.components.roles, known | {"sampled": samples.metrics})
         updates: dict[str, list[Metrics]] = {}
         if self.critic is not None:
             with self.clock("update_critic"):
-                updates["critic"] = self.train(self.critic.update_critic, batch, len(samples.batch))
+                updates["critic"] = self.train("critic", batch, len(samples.batch))
         if step > self.config.training.critic_warmup_steps:
             with self.clock("update_actor"):
-                updates["actor"] = self.train(self.actor.update_actor, batch, len(samples.batch))
+                updates["actor"] = self.train("actor", batch, len(samples.batch))
             self.hybrid.weights_changed()
         self.components.turns.end()
         for name, reports in updates.items():
@@ -159,8 +171,9 @@ class RayPPOTrainer:
         metrics |= self.components.engine_probe.compare_step(step, metrics)
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
-        measured = self._measured(samples.batch, rows)
-        return StepReport(step, samples.batch, metrics | measured | self.hybrid.metrics())
+        metrics |= self._measured(samples.batch, rows) | self.hybrid.metrics()
+        self.recorder.end(samples.batch, batch, metrics)
+        return StepReport(step, samples.batch, metrics)
 
     def _measured(self, batch: DataProto, trained: DataProto) -> Metrics:
         longest, solved_at = self.config.rollout.max_response_tokens, self.config.validation.solved_at
@@ -229,13 +242,14 @@ class RayPPOTrainer:
                     f"identical to {self.replayed.directory}, bit for bit, up to its last step, {step}"
                 )
 
-    def train(self, update: Callable[[DataProto], Metrics], batch: DataProto, num_samples: int) -> list[Metrics]:
+    def train(self, name: str, batch: DataProto, num_samples: int) -> list[Metrics]:
         """Run all optimizer steps of a role. Return the metrics of each."""
-        parts = self.updates(batch, num_samples)
-        reports: list[Metrics] = []
+        parts, role = self.updates(batch, num_samples), self.components.roles[name]
+        update, reports = getattr(role, f"update_{name}"), list[Metrics]()
         for rows in parts:
             self.clock.progress(len(reports), len(parts))
             reports.append(update(rows))
+            self.recorder.updated(name, role, rows, reports[-1])
         return reports
 
     def updates(self, batch: DataProto, num_samples: int) -> list[DataProto]:

@@ -17,6 +17,8 @@ from mrl.config.step_calls import StepCall
 from mrl.controller import RayWorkerGroup
 from mrl.data.packing import PackingRules, plan_step
 from mrl.protocol import DataProto
+from mrl.protocol.columns import Index
+from mrl.protocol.step_record import RankRecord
 from mrl.rounding import round_up
 from mrl.trainer.device_turns import DeviceTurns
 from mrl.workers.messages import UpdateReport, WholeBatch
@@ -41,6 +43,7 @@ class RoleClient:
         self.num_parameters: int = facts.num_parameters
         self.flops_per_token: float = facts.flops_per_token
         self.device: str = facts.device
+        self._packed: tuple[list[Index], list[list[int]]] = [], []
 
     @property
     def row_multiple(self) -> int:
@@ -67,6 +70,17 @@ class RoleClient:
         """Return the columns that the model writes for these rows, and the metrics."""
         return _merged(self._call(call.method, *self._shards(batch)), prefix)
 
+    @property
+    def micro_batches(self) -> list[list[list[int]]]:
+        """Row ids of the last update, by data-parallel rank and micro-batch."""
+        ranks = zip(*self._packed, strict=True)
+        return [[part.tolist() for part in np.split(ids, np.cumsum(sizes)[:-1])] for ids, sizes in ranks]
+
+    def record(self, method: str, *arguments: Any) -> list[RankRecord]:
+        """Call a method of `RecordedWorker` on all ranks."""
+        records: list[RankRecord] = self._call(method, *arguments)
+        return records
+
     def compute_advantages(self, batch: DataProto, whole: WholeBatch) -> tuple[DataProto, Metrics]:
         """Return the advantages and metrics about them. No model runs, so rows are cut by number."""
         return _merged(self.group.compute_advantages(batch, whole))
@@ -85,6 +99,7 @@ class RoleClient:
 
     def _update(self, method: str, shards: list[DataProto], sizes: list[list[int]]) -> Metrics:
         reports: list[UpdateReport] = self._call(method, shards, sizes)
+        self._packed = [shard.row_ids for shard in shards], sizes
         names = dict.fromkeys(name for report in reports for name in report.parts)
         sums = {name: sum(report.parts.get(name, 0.0) for report in reports) for name in names}
         first = reports[0]

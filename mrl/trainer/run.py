@@ -27,7 +27,7 @@ from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile, StepTimer
 from mrl.observe.trackers import TrackerThread, open_trackers
 from mrl.redaction import redact
-from mrl.trainer.checkpoints import CheckpointManager
+from mrl.trainer.checkpoints import Checkpoint, CheckpointManager
 from mrl.trainer.role_client import RoleClient
 
 SAVE_ERRORS = (WorkerRaised, OSError)
@@ -46,6 +46,13 @@ class Resumable(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
+
+
+def load_checkpoint(checkpoint: Checkpoint, trained: Resumable) -> None:
+    """Load models and state."""
+    for name, role in trained.roles.items():
+        role.group.load_checkpoint(str(checkpoint.path / name))
+    trained.load_state_dict(checkpoint.state["trained"])
 
 
 class Run(Generic[AnyTyped]):
@@ -99,9 +106,7 @@ class Run(Generic[AnyTyped]):
         self.step = checkpoint.step
         for key, change in describe_changes(checkpoint.state["config"], self.config, checkpoint.step).items():
             self.warn(key, change)
-        for name, role in trained.roles.items():
-            role.group.load_checkpoint(str(checkpoint.path / name))
-        trained.load_state_dict(checkpoint.state["trained"])
+        load_checkpoint(checkpoint, trained)
         self.drawn_ahead = checkpoint.drawn_ahead
         best_by = checkpoint.state.get("best_by", "an unknown figure")
         if best_by == self.best_by:

@@ -271,6 +271,22 @@ def open_stream(
     return kind(config, collector, hybrid, probe, clock)
 
 
+def stored_form(batch: DataProto) -> DataProto:
+    """Return samples in the form in which a file holds them: with all values, and JSON instead of arrays of arrays."""
+    if batch.stored:
+        local = fetch(batch.select(*batch.stored), _FETCH_S)
+        batch = DataProto({**batch.columns(), **local.columns()}, batch.row_ids, {})
+    if "other_segments" in batch.columns():
+        batch = batch.with_column("other_segments", [segments_to_json(row) for row in batch["other_segments"]])
+    return batch
+
+
+def from_stored_form(batch: DataProto) -> DataProto:
+    if "other_segments" in batch.columns():
+        batch = batch.with_column("other_segments", [segments_from_json(row) for row in batch["other_segments"]])
+    return batch
+
+
 _LENGTH = struct.Struct("<Q")
 
 
@@ -278,12 +294,7 @@ def drawn_to_bytes(drawn: Mapping[int, ScoredBatch], version: int) -> bytes:
     """Return the content of the file, with this version of the weights; empty if no batch is drawn."""
     parts = []
     for number, scored in drawn.items():
-        batch = scored.batch
-        if batch.stored:
-            local = fetch(batch.select(*batch.stored), _FETCH_S)
-            batch = DataProto({**batch.columns(), **local.columns()}, batch.row_ids, {})
-        if "other_segments" in batch.columns():
-            batch = batch.with_column("other_segments", [segments_to_json(row) for row in batch["other_segments"]])
+        batch = stored_form(scored.batch)
         metadata = {"number": number, "version": version, "metrics": scored.metrics}
         data = batch_to_bytes(batch.columns(), batch.row_ids, metadata)
         parts += [_LENGTH.pack(len(data)), data]
@@ -304,11 +315,8 @@ def drawn_from_bytes(content: bytes) -> tuple[dict[int, ScoredBatch], int | None
             if size > len(content) - at:
                 raise ValueError(f"a batch should have {size} bytes, but {len(content) - at} are left")
             columns, row_ids, metadata = batch_from_bytes(content[at : at + size])
-            batch = DataProto(columns, row_ids, {})
+            batch = from_stored_form(DataProto(columns, row_ids, {}))
             at += size
-            if "other_segments" in batch.columns():
-                segments = [segments_from_json(row) for row in batch["other_segments"]]
-                batch = batch.with_column("other_segments", segments)
             version = int(metadata["version"])
             drawn[int(metadata["number"])] = ScoredBatch(batch, metadata["metrics"])
     except (struct.error, WireError, KeyError, TypeError, ValueError, OverflowError) as error:

@@ -40,8 +40,9 @@ def show_start_progress(run: Run[Config]) -> Iterator[None]:
 def parts_of(config: Config) -> list[str]:
     """Return everything that the first step needs: Ray's devices, the processes of each role, the models."""
     pools = map(_pool, config.placement.pools)
-    engines = [REPLICA.format(index) for index in range(num_engines(config))]
-    receivers = [RECEIVER] if has_own_rollout_pool(config) else []
+    generates = config.training.samples_from is None
+    engines = [REPLICA.format(index) for index in range(num_engines(config) if generates else 0)]
+    receivers = [RECEIVER] if has_own_rollout_pool(config) and generates else []
     return [*pools, *config.model_roles(), *receivers, *engines, *map(_model_of, config.model_roles())]
 
 

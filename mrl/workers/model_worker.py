@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algos.rows import Rows
-from mrl.controller import Dispatch, RankInfo, Worker, register
+from mrl.controller import Dispatch, RankInfo, register
 from mrl.engine import checkpoint
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.offload import PartName, WeightCopy
@@ -26,9 +26,10 @@ from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.rollout.engine import RoleMemory
 from mrl.workers.messages import PROBED, MicroBatchSizes, ModelFacts, ModelSetup, UpdateReport
+from mrl.workers.recorded import RecordedWorker
 
 
-class ModelWorker(Worker):
+class ModelWorker(RecordedWorker):
     """One rank of a model. `init_model` creates the engine."""
 
     def __init__(self, place: RankInfo, setup: ModelSetup) -> None:

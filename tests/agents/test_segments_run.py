@@ -48,7 +48,8 @@ def trained(directory: Path, world: str, *overrides: str, **variables: str) -> P
 
 @pytest.mark.slow
 def test_a_run_trains_on_every_segment(tmp_path: Path) -> None:
-    run = trained(tmp_path, '{name: "tests.agents.worlds:NewContext", max_turns: 2}')
+    recorded = "training.record.every=1"
+    run = trained(tmp_path, '{name: "tests.agents.worlds:NewContext", max_turns: 2}', recorded)
     lines = read_metrics(run / "metrics.jsonl")
     assert [(line["batch/samples"], line["agent/segments/mean"]) for line in lines] == [(SAMPLES, 2.0)] * 2
     assert all(line["mismatch/log_prob_abs_diff_mean"] <= SAME for line in lines)
@@ -68,6 +69,8 @@ def test_a_run_trains_on_every_segment(tmp_path: Path) -> None:
     assert sum("continues with a new context" in message for message in warnings) == 1
     (sample, *_) = read_newest_samples(run / "samples", SAMPLES)
     assert (sample["segments"], len(sample["turns"])) == (2, 3)
+    said = run_mrl("replay", str(run), "--step", "2", "--exact", "--quiet")  # both steps, from the untrained model
+    assert "step 2: equal, bit for bit" in said
 
 
 @pytest.mark.slow

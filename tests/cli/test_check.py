@@ -21,9 +21,10 @@ from mrl.config.resolved.load import load_any_config, load_config
 from mrl.config.schema import Config
 from mrl.config.step_calls import STEP
 from mrl.errors import ConfigError
+from mrl.plan.record_size import record_size
 from mrl.plan.rehearsed import remember
 from mrl.preflight import machine
-from mrl.preflight.findings import CheckResult, check_adapters, column_problems, refuse
+from mrl.preflight.findings import CheckResult, check_adapters, check_record, column_problems, refuse
 from mrl.preflight.machine import check_disk, check_nodes, check_slurm
 from mrl.preflight.node_facts import node_facts
 from tests.hub import make_hub_cache
@@ -151,6 +152,30 @@ def test_adapters_with_a_rate_for_all_weights_are_warned_of(preset: str, rate: s
     found = [finding.fix for finding in check_adapters(config)]
     expected = [] if usual is None else [f"actor.optimizer.lr={usual}, unless you have tried this one"]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "verdict", "part"),
+    [
+        ((), "", ""),
+        (("training.record.steps=[1, 2]",), "ok", "a recorded step has at most "),
+        (("training.record.every=1",), "warn", ": more than training.record.max_bytes=10000000000"),
+        (("training.record_when={actor/grad_norm: {max: 9}}",), "ok", "and the limit allows "),
+        (("training.record={steps: [1], max_bytes: 1000}",), "warn", "1 steps "),
+    ],
+)
+def test_the_size_of_records_is_shown_before(overrides: tuple[str, ...], verdict: str, part: str) -> None:
+    config = load_any_config(str(ROOT / "configs" / "grpo-qwen2.5-7b-1n8g.yaml"), list(overrides)).config
+    found = list(check_record(config))
+    assert [finding.verdict for finding in found] == [verdict] * bool(verdict)
+    assert all(part in finding.what for finding in found)
+
+
+def test_gradients_and_activations_make_a_record_larger() -> None:
+    preset = str(ROOT / "configs" / "grpo-qwen2.5-7b-1n8g.yaml")
+    choices = ("{}", "{gradients: true}", "{gradients: true, activations: true}")
+    sizes = [record_size(load_config(preset, [f"training.record={choice}"]).config) for choice in choices]
+    assert sizes[0] < sizes[1] < sizes[2]
 
 
 def test_memory_that_does_not_suffice_comes_with_what_would(check: Callable[..., tuple[int, str]]) -> None:

@@ -12,6 +12,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from mrl.config.data import DataConfig, SourceConfig
+from mrl.config.mesh import Mesh
 from mrl.config.resolved.load import Resolved
 from mrl.config.schema import (
     AlgorithmConfig,
@@ -40,6 +42,7 @@ from mrl.errors import RolloutError, WorkerRaised
 from mrl.observe.console import Console
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.protocol.step_record import RankRecord, TensorPrint
 from mrl.rewards.outcome import Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.fleet import FollowUps
@@ -283,6 +286,8 @@ class Role:
         self.num_updates = 0
         self.flops_per_token, self.device = 5e9, "cpu"
         self.loaded: list[str] = []
+        self.recorded: list[Any] = []
+        self.micro_batches: list[Any] = []
         self.group = SimpleNamespace(
             mesh=SimpleNamespace(world_size=4),
             begin_checkpoint=self._begin_checkpoint,
@@ -328,8 +333,16 @@ class Role:
     def update_critic(self, batch: DataProto) -> dict[str, float]:
         return self._update("update_critic", batch)
 
+    def record(self, method: str, *arguments: Any) -> list[RankRecord]:
+        """One rank, whose only weight is the number of updates."""
+        self.recorded.append((method, *arguments))
+        number = float(self.num_updates)
+        weight = TensorPrint("main_weight", "w", 1, self.num_updates, number**2, (number,) * 16, True)
+        return [RankRecord(asdict(Mesh(1).coordinates(0)), "host", [weight], [])]
+
     def _update(self, method: str, batch: DataProto) -> dict[str, float]:
         self._took(method, batch)
+        self.micro_batches = [[batch.row_ids.tolist()]]
         self.num_updates += 1
         masked = "response_mask" in batch.columns()
         tokens = batch.values("response_mask").sum() if masked else batch.lengths("responses").sum()

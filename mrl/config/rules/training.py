@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.rules.problems import problem
+from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import Problem
 
@@ -20,6 +21,24 @@ def check_training(config: AnyConfig) -> Iterator[Problem]:
     elif config.training.critic_warmup_steps and config.critic is None:
         key = "training.critic_warmup_steps"
         yield problem(key, "there is no critic to warm up", f"{key}=0")
+    if not isinstance(config, SftConfig):
+        yield from _records(config)
+
+
+def _records(config: Config) -> Iterator[Problem]:
+    training = config.training
+    if late := [step for step in training.record.steps if step > training.steps]:
+        what = f"step {late[0]} is after the last step, training.steps={training.steps}"
+        yield problem("training.record.steps", what, f"training.steps={late[0]}, or another step")
+    for name, usual in training.record_when.items():
+        key = f"training.record_when.{name}"
+        if usual.min is None and usual.max is None and usual.jump is None:
+            yield problem(key, "it has no min, max or jump, so no value is unusual", f"{key}.max=10")
+        elif usual.min is not None and usual.max is not None and usual.min > usual.max:
+            yield problem(key, f"min={usual.min:g} is above max={usual.max:g}", "exchange them")
+    if training.samples_from is not None and config.validation.every:
+        what = "a run of recorded samples has no engine to validate with"
+        yield problem("training.samples_from", what, "validation.every=0, and mrl eval on its checkpoint")
 
 
 def _epochs(config: SftConfig) -> Iterator[Problem]:
