@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +25,14 @@ from mrl.engine.adapters import Adapters
 from mrl.engine.base_digest import digest_of_sums, is_first_copy, tensor_sums
 from mrl.engine.expert_load import ExpertLoad
 from mrl.engine.model import ModelRequest, TokenModel, build_chunks, transformer_config
-from mrl.engine.offload import DeviceMemory
+from mrl.engine.offload import DeviceMemory, memory_of
 from mrl.engine.optimizer import Optimizer, StepOutcome
 from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.pipeline_p2p import pipeline_arguments
 from mrl.engine.router_replay import RouterReplay
 from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, score
+from mrl.engine.training_state import MegatronState
 from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader
 from mrl.models.peft_reader import PeftReader
@@ -85,6 +89,11 @@ class MegatronEngine:
             self.router_replay = RouterReplay(self.models, request.spec, groups)
 
     @property
+    def training_state(self) -> MegatronState:
+        request = self.request
+        return MegatronState(self.groups, self.models, request.spec, request.head, self.adapters, self.optimizer)
+
+    @property
     def packing(self) -> PackingRules:
         """Packing rules for micro-batches of this model in this layout."""
         spec, parallel, cut = self.request.spec, self.groups.parallel, self.groups.sequence_sharding
@@ -109,7 +118,7 @@ class MegatronEngine:
             self.optimizer = Optimizer(self.models, request.settings)
         held = weights.held_tensors(self.models, request.spec, request.head, self.groups)
         frozen = [tensor for shard, tensor in held if not shard.trained]
-        self.memory = DeviceMemory(self.models, self.optimizer, self.groups.device, frozen)
+        self.memory = memory_of(self.models, self.optimizer, self.groups.device, frozen)
 
     def _first_adapters(self, adapters: Adapters) -> None:
         """Read the adapters from PEFT's files, or draw them."""

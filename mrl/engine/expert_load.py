@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
