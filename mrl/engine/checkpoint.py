@@ -58,10 +58,6 @@ class SavedOptimizer(Protocol):
     @property
     def num_steps(self) -> int: ...
 
-    def owned(self, parameter: Tensor) -> OwnedState | None: ...
-
-    def set_owned(self, parameter: Tensor, state: dict[str, Tensor]) -> None: ...
-
     def begin_at(self, num_steps: int) -> None: ...
 
     def weights_from_owned(self) -> None: ...
@@ -86,6 +82,12 @@ class TrainingState(Protocol):
 
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
         """Yield the parts of these tensors that this rank holds."""
+
+    def owned(self, shard: Shard, tensor: Tensor) -> OwnedState | None:
+        """Return the part of a trained shard that this rank updates."""
+
+    def set_owned(self, shard: Shard, tensor: Tensor, state: dict[str, Tensor]) -> None:
+        """Restore a state returned by `owned`."""
 
     def writes(self, shard: Shard) -> bool:
         """Return whether this rank writes the shard: one of several copies is written."""
@@ -174,7 +176,7 @@ def load(engine: SavedEngine, directory: str | Path) -> dict[str, Any]:
 
     Sizes and hashes of the files are compared with the manifest, each file on one rank.
     """
-    optimizer = _optimizer(engine)
+    optimizer, state_of = _optimizer(engine), engine.training_state
     digest = engine.base_digest()
     with raise_on_all_ranks("loading"):
         saved = SavedFiles(Path(directory))
@@ -186,12 +188,12 @@ def load(engine: SavedEngine, directory: str | Path) -> dict[str, Any]:
         saved.check_files(dist.get_rank(), dist.get_world_size())
     with raise_on_all_ranks("loading"), torch.no_grad():
         optimizer.begin_at(saved.manifest["num_steps"])
-        for shard, parameter in engine.training_state.shards():
-            if (owned := optimizer.owned(parameter)) is not None:
+        for shard, parameter in state_of.shards():
+            if shard.trained and (owned := state_of.owned(shard, parameter)) is not None:
                 state = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in owned.state.items()}
                 for name, box, views in flat_shard_regions(shard, owned.start, state):
                     saved.read(name, box, views)
-                optimizer.set_owned(parameter, state)
+                state_of.set_owned(shard, parameter, state)
             elif not shard.trained:
                 state = {"param": torch.empty(parameter.numel(), dtype=parameter.dtype)}
                 for name, box, views in flat_shard_regions(shard, 0, state):
@@ -224,11 +226,11 @@ def _prepare(target: Path, staged: Path) -> None:
 
 def _copy_rank(engine: SavedEngine) -> tuple[dict[str, Tensor], list[tuple[str, Region]]]:
     """Return host copies of the tensors that this rank writes, and their boxes."""
-    optimizer = _optimizer(engine)
+    _optimizer(engine)
     tensors = {RANDOM + name: state for name, state in random_states(engine.training_state).items()}
     boxes = []
     for shard, parameter in engine.training_state.shards():
-        owned = optimizer.owned(parameter) if shard.trained else _frozen(parameter, engine.groups)
+        owned = engine.training_state.owned(shard, parameter) if shard.trained else _frozen(parameter, engine.groups)
         if owned is not None and engine.training_state.writes(shard):
             for name, box, views in flat_shard_regions(shard, owned.start, owned.state):
                 boxes.append((name, box))

@@ -27,17 +27,17 @@ from mrl.engine.expert_load import ExpertLoad
 from mrl.engine.model import ModelRequest, TokenModel, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory, memory_of
 from mrl.engine.optimizer import Optimizer, StepOutcome
-from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
+from mrl.engine.packed_rows import MicroBatch, TokenRows, pack
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.pipeline_p2p import pipeline_arguments
 from mrl.engine.router_replay import RouterReplay
-from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, score
+from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, merged, score
 from mrl.engine.training_state import MegatronState
 from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader
 from mrl.models.peft_reader import PeftReader
 from mrl.models.spec import ModelSpec
-from mrl.models.table import SCORE, Head, hf_tensors
+from mrl.models.table import SCORE, Head, Shard, hf_tensors
 
 Rows = npt.NDArray[np.int64]
 
@@ -93,6 +93,10 @@ class MegatronEngine:
         request = self.request
         return MegatronState(self.groups, self.models, request.spec, request.head, self.adapters, self.optimizer)
 
+    def held_tensors(self) -> Iterator[tuple[Shard, Tensor]]:
+        """Yield the parts of the model's tensors that this rank holds."""
+        return weights.held_tensors(self.models, self.request.spec, self.request.head, self.groups)
+
     @property
     def packing(self) -> PackingRules:
         """Packing rules for micro-batches of this model in this layout."""
@@ -116,8 +120,7 @@ class MegatronEngine:
             self._first_adapters(self.adapters)
         if isinstance(request.settings, TrainedModelConfig):
             self.optimizer = Optimizer(self.models, request.settings)
-        held = weights.held_tensors(self.models, request.spec, request.head, self.groups)
-        frozen = [tensor for shard, tensor in held if not shard.trained]
+        frozen = [tensor for shard, tensor in self.held_tensors() if not shard.trained]
         self.memory = memory_of(self.models, self.optimizer, self.groups.device, frozen)
 
     def _first_adapters(self, adapters: Adapters) -> None:
@@ -140,7 +143,7 @@ class MegatronEngine:
             request, at = self.request, self.groups.at
             held = [
                 (shard, tensor)
-                for shard, tensor in weights.held_tensors(self.models, request.spec, request.head, self.groups)
+                for shard, tensor in self.held_tensors()
                 if shard.name != SCORE  # trained whole
                 and is_first_copy(shard, at.etp if shard.expert else at.tp)
                 and (at.edp if shard.expert else at.dp + at.cp) == 0
@@ -161,8 +164,7 @@ class MegatronEngine:
         outputs: list[Scores] = self._run(packed, partial(_only_scores, scores), forward_only=True)
         if not self.groups.is_last_stage:
             return None
-        merge = partial(_merge, micro_batches=micro_batches, lengths=rows.response_lengths)
-        return Scores(*(merge([getattr(part, name) for part in outputs]) for name in Scores.__dataclass_fields__))
+        return merged(outputs, micro_batches, rows.response_lengths)
 
     def forward_with_routes(
         self, rows: TokenRows, micro_batches: Sequence[Rows], scores: ScoreRequest
@@ -271,8 +273,3 @@ def _loss(
     output = loss(LossInput(score(model, batch, hidden, request), rows.response_lengths, columns))
     # The second value is a token count that Megatron would divide by; `_finalize_gradients` prevents this.
     return output.loss, torch.ones((), dtype=torch.int, device=hidden.device), dict(output.reports)
-
-
-def _merge(parts: Sequence[Tensor | None], micro_batches: Sequence[Rows], lengths: Rows) -> Tensor | None:
-    tensors = [part for part in parts if part is not None]
-    return concat(tensors, micro_batches, lengths) if tensors else None

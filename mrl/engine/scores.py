@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrl.engine.packed_rows import MicroBatch
+from mrl.engine.packed_rows import Lengths, MicroBatch, concat
 from mrl.engine.vocab_divergence import LikeliestTokens, TeacherHead, likeliest_tokens, token_divergence
 from mrl.engine.vocab_head import EntropyUse, HeadOptions, greedy_tokens, token_log_probs
 
@@ -136,6 +136,15 @@ def score(model: ModelHead, batch: MicroBatch, hidden_1TH: Tensor, request: Scor
         parts |= {"divergence_T": divergence_S, "teacher_mass_T": mass_S}
     named = {name: _gather_context_parallel(local, batch, model) for name, local in parts.items() if local is not None}
     return Scores(**named)
+
+
+def merged(parts: Sequence[Scores], micro_batches: Sequence[Lengths], lengths: Lengths) -> Scores:
+    """Return the scores of all micro-batches, in the order of all rows."""
+    values: dict[str, Tensor] = {}
+    for name in Scores.__dataclass_fields__:
+        if tensors := [x for part in parts if (x := getattr(part, name)) is not None]:
+            values[name] = concat(tensors, micro_batches, lengths)
+    return Scores(**values)
 
 
 def _teacher_scores(request: DivergenceRequest, batch: MicroBatch) -> LikeliestTokens | TeacherHead:

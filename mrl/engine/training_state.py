@@ -18,6 +18,7 @@ from mrl.engine.base_digest import is_first_copy
 from mrl.engine.groups import ParallelGroups
 from mrl.engine.model import TokenModel
 from mrl.engine.optimizer import Optimizer
+from mrl.engine.steps import OwnedState
 from mrl.engine.weights import held_tensors
 from mrl.models.regions import Shape
 from mrl.models.spec import ModelSpec
@@ -56,6 +57,12 @@ class MegatronState:
         if self.adapters is not None:  # a score head is trained whole
             return chain(self.adapters.held(), ((shard, tensor) for shard, tensor in held if shard.name == SCORE))
         return held
+
+    def owned(self, shard: Shard, tensor: Tensor) -> OwnedState | None:
+        return self.optimizer.owned(tensor)
+
+    def set_owned(self, shard: Shard, tensor: Tensor, state: dict[str, Tensor]) -> None:
+        self.optimizer.set_owned(tensor, state)
 
     def writes(self, shard: Shard) -> bool:
         """Return whether this is the first tensor rank and the first stage with the shard."""

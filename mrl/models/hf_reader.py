@@ -20,10 +20,11 @@ from mrl.models import fp8_blocks, mxfp4, wrapped
 from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES
 from mrl.models.hf_config import HfConfig
+from mrl.models.parameters import padded_vocab
 from mrl.models.regions import Region, Shape, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.stored import ExpertPart
-from mrl.models.table import LM_HEAD, SCORE, Head, Shard, file_tensors
+from mrl.models.table import EMBEDDING, LM_HEAD, SCORE, Head, Shard, file_tensors
 
 _FLOAT_TYPES = {"F64", "F32", "F16", "BF16"}
 
@@ -272,3 +273,11 @@ def load_shard(reader: HfReader, shard: Shard, model_dtype: torch.dtype) -> torc
     for piece in shard.pieces:
         tensor[slices(piece.target)] = reader.read(piece.hf, piece.source)
     return tensor
+
+
+def output_rows(reader: HfReader, spec: ModelSpec, vocab: int, tp_rank: int, tp: int) -> torch.Tensor:
+    """Return a rank's rows of a model's output matrix, for a vocabulary that may be smaller than the model's."""
+    num_rows = padded_vocab(vocab, tp) // tp
+    first, stop = tp_rank * num_rows, min((tp_rank + 1) * num_rows, vocab)
+    rows = reader.read(EMBEDDING if spec.tied else LM_HEAD, ((first, stop), (0, spec.hidden)))
+    return torch.nn.functional.pad(rows, (0, 0, 0, num_rows - len(rows)))

@@ -160,14 +160,21 @@ class RankPlan:
 class ReshardPlanner:
     """Plans the transfers of any rank of a training layout and its engines."""
 
-    def __init__(self, spec: ModelSpec, layout: ParallelConfig, mesh: Mesh, rollout: RolloutLayout) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: ParallelConfig,
+        mesh: Mesh,
+        rollout: RolloutLayout,
+        intersections: ShardIntersections | None = None,
+    ) -> None:
         check_layout(layout, spec)
         rollout.check(spec, mesh.world_size)
         self.spec, self.layout, self.mesh, self.rollout = spec, layout, mesh, rollout
         self._ranks_per_stage = mesh.world_size // mesh.pp
         self._worker_of = {host: worker for worker, host in enumerate(rollout.hosts)}
         self.groups = self._groups()
-        self._regions = ShardIntersections(spec, layout, rollout.sizes).regions
+        self._regions = (intersections or ShardIntersections(spec, layout, rollout.sizes)).regions
         self._workers = Workers(rollout.hosts, rollout.nodes, rollout.sizes.tp)
         self._copies = cache(self._find_copies)
         self._wide = float32_tensors(spec)
