@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 from mrl.config.hardware import DEFAULT, Hardware, hardware
 from mrl.config.resolved.load import AnyTyped, Resolved
 from mrl.config.rules.check import check_sizes
+from mrl.config.rules.fsdp import check_fsdp
 from mrl.config.rules.model_shape import ModelShape, check_model_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
@@ -30,11 +31,12 @@ class Planned(Generic[AnyTyped]):
 
     config: AnyTyped
     specs: dict[str, ModelSpec]
-    """Model of each role that Megatron runs."""
+    """Model of each role."""
     hardware: Hardware
 
     def problems(self) -> Iterator[Problem]:
         yield from check_sizes(self.config)
+        yield from check_fsdp(self.config)
         for role, spec in self.specs.items():
             num_experts = spec.moe.num_experts if spec.moe else None
             heads = (spec.num_heads, spec.num_kv_heads)
@@ -107,6 +109,7 @@ def make_plan_input(
     fused = {
         f"{role}.megatron": fused_kernels(specs[role], getattr(model, "lora", None)) | model.megatron
         for role, model in roles
+        if model.strategy == "megatron"
     }
     subject = Planned(config, specs, device).with_changes_unchecked(fused)
     if problems := list(subject.problems()):

@@ -76,9 +76,11 @@ def _layout(config: AnyConfig, role: str, model: MegatronModelConfig) -> Iterato
 
 def _settings(config: AnyConfig, role: str, model: MegatronModelConfig) -> Iterator[Problem]:
     for section in ("megatron", "ddp"):
-        for name in getattr(model, section, {}):
-            hint = f"{role}.fsdp.recompute=true" if name.startswith("recompute") else "remove this key"
-            yield problem(f"{role}.{section}.{name}", "strategy=fsdp does not run Megatron", hint)
+        for name, value in getattr(model, section, {}).items():
+            key = f"{role}.{section}.{name}"
+            hint = f", and {role}.fsdp.recompute=true" if name.startswith("recompute") else ""
+            if value is not None:  # null removes a key of a file that this one extends
+                yield problem(key, "strategy=fsdp does not run Megatron", f"{key}=null{hint}")
     if not isinstance(model, TrainedModelConfig):
         return
     known = ("lr", *OPTIMIZER_DEFAULTS)
