@@ -1,14 +1,15 @@
-"""Attention over packed rows for the models of transformers, registered as an attention implementation of its own.
+"""Attention over packed rows for the models of transformers, registered as a separate attention implementation.
 
-A mask over the tokens of a micro-batch is never made: the segments say which keys a query sees. Because of that,
-a window or a chunk that a model puts only into its mask would be lost. `asked_of_masks` finds these.
+A mask over the tokens of a micro-batch is never made: the segments say which keys a query sees. Because of that, a
+window or a chunk that a model puts only into its mask would be lost. While `looks_at_masks` is set in a model's
+configuration, its layers get marks instead of masks, and each layer's window is compared with its mark.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,16 +33,14 @@ _KNOWN = _COMPUTED | {"dropout", "is_causal", "position_ids", "use_cache"}
 
 @dataclass
 class PackedRows:
-    """What the attention of all layers needs to know about the current micro-batch."""
+    """The current micro-batch, for the attention of all layers."""
 
     context: dist.ProcessGroup
     segments: Segments | None = None
-    windows: set[int] = field(default_factory=set)
-    """Windows that layers have asked for."""
 
 
 def packed_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **options: Any
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, None]:
     """Queries [1, heads, tokens, dim], keys and values [1, groups, tokens, dim] -> [1, tokens, heads, dim]."""
     rows: PackedRows = module.packed_rows  # type: ignore[assignment]
@@ -49,8 +48,8 @@ def packed_attention(
     assert segments is not None, "a micro-batch was announced"
     _check_options(module, options)
     scaling, window, softcap, sinks = (options.get(name) for name in ("scaling", "sliding_window", "softcap", "s_aux"))
-    if window is not None:
-        rows.windows.add(window)
+    if attention_mask is not None:
+        _check_mask(module, attention_mask, window)
     reach = None if window is None else window - 1
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if segments.key_order is not None:
@@ -100,11 +99,29 @@ def _capped(
     return torch.cat(results)[places]
 
 
-def _no_mask(*_: Any, mask_function: Callable[..., Any], config: Any = None, **__: Any) -> None:
-    """Make no mask. While a model is looked at, note how many tokens its mask lets a query see."""
-    seen = getattr(config, "masks_asked", None)
-    if seen is not None:
-        seen.append(_reach_of(mask_function))
+@dataclass(frozen=True)
+class MaskMark:
+    """Stand-in for a mask that lets a query see `window` tokens, all before it if None, or something else if 0."""
+
+    window: int | None
+
+
+def _no_mask(*_: Any, mask_function: Callable[..., Any], config: Any = None, **__: Any) -> MaskMark | None:
+    """Make no mask; a mark while a model is looked at."""
+    return MaskMark(_reach_of(mask_function)) if getattr(config, "looks_at_masks", False) else None
+
+
+def _check_mask(module: torch.nn.Module, mask: Any, window: int | None) -> None:
+    """Raise an error if a mask hides more, or less, than the options of the attention function say."""
+    name = type(module).__name__
+    if not isinstance(mask, MaskMark):
+        raise ModelError(f"{name} makes a mask without transformers, or changes its mask")
+    if mask.window == 0:
+        raise ModelError(f"the attention of {name} is not causal and not in a sliding window: for example in chunks")
+    if mask.window != window:
+        raise ModelError(
+            f"{name} has a window of {mask.window} tokens in its mask, but {window} as the option of its attention"
+        )
 
 
 def _reach_of(mask_function: Callable[..., Any]) -> int | None:
@@ -125,14 +142,6 @@ def _reach_of(mask_function: Callable[..., Any]) -> int | None:
         sees(query, query - low) and not sees(query, query - high) for query in range(high, 3 * high, max(1, high // 7))
     )
     return high if same else 0
-
-
-def check_masks(asked: list[int | None], rows: PackedRows, model_type: str) -> None:
-    """Raise an error if a mask hides more than the attention function was told."""
-    if 0 in asked:
-        raise ModelError(f"the attention of {model_type} is neither causal nor in a sliding window, such as in chunks")
-    if missing := {window for window in asked if window is not None} - rows.windows:
-        raise ModelError(f"{model_type} has a window of {min(missing)} tokens that its attention is not told of")
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, packed_attention)

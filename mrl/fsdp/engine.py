@@ -27,6 +27,7 @@ from mrl.models.hf_reader import HfReader
 from mrl.models.regions import Shape
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard, hf_tensors
+from mrl.weight_sync.row_planner import untrained_tensors
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class FsdpEngine:
         shard = self.groups.shard
         tensors = hf_tensors(request.spec, request.head)
         self.weights = ShardedWeights(self.model, tensors, shard.rank(), shard.size())
+        self.weights.check_table(untrained_tensors(request.spec))
         self.weights.load(reader)
         check_packing(self.model, self.groups, compute)
         parameters = [self.weights.local(name) for name in self.weights.parameters]

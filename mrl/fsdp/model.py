@@ -28,6 +28,8 @@ from mrl.fsdp.parallel import ShardGroups
 from mrl.models.mla import set_latent_epsilon
 from mrl.models.table import Head
 
+OTHER = "use another model, or strategy=megatron if the family has a table"
+
 
 @dataclass(frozen=True)
 class Build:
@@ -65,7 +67,7 @@ class RowModel(torch.nn.Module):
 
     @property
     def base(self) -> Any:
-        return getattr(self.causal, self.causal.base_model_prefix)
+        return getattr(self.causal, self.causal.base_model_prefix, None) or self.causal.model
 
     def alone(self, tokens: Tensor) -> Tensor:
         """Return log-probs, or hidden states for a score head, as the model's own forward computes them for one row."""
@@ -133,8 +135,12 @@ def build(request: Build, groups: ShardGroups) -> RowModel:
     config = AutoConfig.from_pretrained(request.path, local_files_only=True, trust_remote_code=False)
     config = config.get_text_config()
     _refuse(config)
-    with _parameters_on_meta():
-        causal = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=request.stored)
+    try:
+        with _parameters_on_meta():
+            causal = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    except (KeyError, ValueError) as error:  # an attention that cannot be replaced
+        what = f"transformers cannot build {config.model_type} with mrl's attention: {error}"
+        raise ModelError(what, where=str(request.path), fix=OTHER) from error
     set_latent_epsilon(causal)
     if request.head == "score":
         causal.set_output_embeddings(None)
@@ -144,6 +150,7 @@ def build(request: Build, groups: ShardGroups) -> RowModel:
             module.padding_idx = None  # torch would drop the gradient of a token that is also an end token
     for parameter in model.parameters():
         parameter.data = parameter.data.to(request.stored)
+    _refuse_parameters(model)
     layers = list(_layers(causal))
     if request.recompute:
         for layer in layers:
@@ -161,7 +168,20 @@ def _refuse(config: Any) -> None:
     for name in ("final_logit_softcapping", "logits_soft_cap"):
         if getattr(config, name, None) is not None:
             what = f"{config.model_type} caps its logits ({name}={getattr(config, name)}), which mrl's head does not"
-            raise ModelError(what, fix="use another model")
+            raise ModelError(what, fix=OTHER)
+
+
+def _refuse_parameters(model: RowModel) -> None:
+    """Refuse weights that cannot be sharded or are not to be trained, and an output matrix with a bias."""
+    kind = model.causal.config.model_type
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise ModelError(f"{name} of {kind} is a single number, which torch does not shard", fix=OTHER)
+        if not parameter.requires_grad:
+            raise ModelError(f"{name} of {kind} is a weight that is not trained: not supported yet", fix=OTHER)
+    head = model.causal.get_output_embeddings()
+    if head is not None and getattr(head, "bias", None) is not None:
+        raise ModelError(f"the output matrix of {kind} has a bias, which mrl's head does not add", fix=OTHER)
 
 
 def _layers(causal: Any) -> Iterator[torch.nn.Module]:

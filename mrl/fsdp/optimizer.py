@@ -59,7 +59,8 @@ class ShardOptimizer:
         """Apply the gradients and advance the schedule, or skip both if a gradient is not finite."""
         rate = self.learning_rate
         for name, parameter in self._parameters.items():
-            self.locals[name].grad = None if parameter.grad is None else _local(parameter.grad)
+            own = self.locals[name]
+            own.grad = torch.zeros_like(own) if parameter.grad is None else _local(parameter.grad)
         norm = self._norm()
         if not math.isfinite(norm):
             self._skip(norm)

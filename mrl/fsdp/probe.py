@@ -20,21 +20,21 @@ from mrl.engine.packed_rows import SequenceSharding, TokenRows, pack
 from mrl.engine.scores import ScoreRequest
 from mrl.errors import ModelError
 from mrl.fsdp import attention
-from mrl.fsdp.model import RowModel
+from mrl.fsdp.model import OTHER, RowModel
 from mrl.fsdp.parallel import ShardGroups
 
 _LENGTHS = (11, 23)
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProbeLimits:
     """Largest difference of scores, and of all gradients as a share of their norm, that rounding explains."""
 
     scores: float
     gradients: float
 
 
-LIMITS = {torch.float32: Limits(1e-3, 1e-2), torch.bfloat16: Limits(0.3, 0.5)}
+LIMITS = {torch.float32: ProbeLimits(1e-3, 1e-2), torch.bfloat16: ProbeLimits(0.3, 0.5)}
 """Rows that see each other differ by 0.1 and more in both, in float32. In bfloat16 a router may choose other experts
 for some tokens, so the median over the tokens is compared."""
 
@@ -61,7 +61,7 @@ def check_packing(model: RowModel, groups: ShardGroups, compute: torch.dtype) ->
             f"differ by {score:.2g} packed and alone (limit {limits.scores:g}), and gradients by {gradient:.2g} of "
             f"their norm (limit {limits.gradients:g}), most in {worst}",
             where=str(config._name_or_path),
-            fix="use a model that takes them, or strategy=megatron if the family has a table (mrl check lists them)",
+            fix=OTHER,
         )
 
 
@@ -69,11 +69,14 @@ def check_packing(model: RowModel, groups: ShardGroups, compute: torch.dtype) ->
 def _check_masks(model: RowModel, rows: TokenRows, groups: ShardGroups) -> None:
     """Compare the masks that the model asks for with what its layers ask of the attention."""
     config = model.causal.config
-    config.masks_asked = asked = []
-    model(pack(rows.take([0]), SequenceSharding(), groups.device), None)
+    config.looks_at_masks = True
+    try:
+        model(pack(rows.take([0]), SequenceSharding(), groups.device), None)
+    except (AttributeError, TypeError) as error:  # it computes with the mark, as it would with a mask
+        what = f"{config.model_type} does more with its mask than to hand it to its attention: {error}"
+        raise ModelError(what, where=str(config._name_or_path), fix=OTHER) from error
     model.reshard()  # type: ignore[operator]  # torch's method
-    del config.masks_asked
-    attention.check_masks(asked, model.rows, config.model_type)
+    config.looks_at_masks = False
 
 
 def _rows(vocab: int) -> TokenRows:

@@ -7,7 +7,7 @@ experts, whose own matrices are views of the stack.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from mrl.errors import ModelError, problem_list
 from mrl.fsdp.model import RowModel
 from mrl.models.hf_reader import HfReader
 from mrl.models.regions import Shape, whole
-from mrl.models.row_shards import box_of, rows_of_rank
+from mrl.models.row_shards import box_of, row_shards, rows_of_rank
 from mrl.models.table import SCORE, Shard
 
 _OPERATIONS = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
@@ -27,7 +27,7 @@ _OPERATIONS = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """Where the model has a tensor of the files: a parameter or buffer, and for an expert its part of the stack."""
 
     name: str
@@ -40,7 +40,7 @@ class HeldRows:
     """A rank's part of one tensor of the files."""
 
     shard: Shard
-    place: Place
+    place: ParameterPlace
     first: int
     """First row, or first expert, of the parameter on this rank."""
 
@@ -60,6 +60,7 @@ class ShardedWeights:
         self.parameters = {_own_name(name): parameter for name, parameter in model.named_parameters()}
         self.buffers = {_own_name(name): buffer for name, buffer in model.named_buffers()}
         self.places = _places(model, tensors)
+        self._rank, self._size = rank, size
         self._check()
         self.held = list(self._held(rank, size))
 
@@ -93,7 +94,16 @@ class ShardedWeights:
             for shard, tensor, _ in sums:
                 if num := int((~tensor.isfinite()).sum()):
                     fix = "download the file again, or use another checkpoint"
-                    raise ModelError(f"{num} numbers of {shard.name} are NaN or infinite", str(reader.path), fix)
+                    raise ModelError(
+                        f"{num} numbers of {shard.name} are NaN or infinite", where=str(reader.path), fix=fix
+                    )
+
+    def check_table(self, untrained: Collection[str]) -> None:
+        """Raise an error if the rank holds other parts than the transfer to engines expects."""
+        expected = {shard.name: shard for shard in row_shards(self.tensors, untrained, self._rank, self._size)}
+        held = {held.shard.name: held.shard for held in self.held}
+        if different := sorted(name for name in expected.keys() | held.keys() if expected.get(name) != held.get(name)):
+            raise ModelError(f"{different[0]} is sharded in another way than the table says", fix="report this model")
 
     def _held(self, rank: int, size: int) -> Iterator[HeldRows]:
         for name, place in self.places.items():
@@ -136,7 +146,7 @@ def _own_name(name: str) -> str:
     return name.removeprefix("causal.") if name.startswith("causal.") else name.replace("score_head.", "score.")
 
 
-def _places(model: RowModel, tensors: Iterable[str]) -> dict[str, Place]:
+def _places(model: RowModel, tensors: Iterable[str]) -> dict[str, ParameterPlace]:
     """Return the place of each tensor of the files, by the renamings and conversions of transformers."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -149,14 +159,18 @@ def _places(model: RowModel, tensors: Iterable[str]) -> dict[str, Place]:
     places = {}
     for name in tensors:
         if name == SCORE:
-            places[name] = Place(SCORE)
+            places[name] = ParameterPlace(SCORE)
             continue
         target, pattern = rename_source_key(name, renamings, converters, causal.base_model_prefix, entries)
-        places[name] = Place(target) if pattern is None else _in_stack(name, target, pattern, converters, entries)
+        places[name] = (
+            ParameterPlace(target) if pattern is None else _in_stack(name, target, pattern, converters, entries)
+        )
     return places
 
 
-def _in_stack(name: str, target: str, pattern: str, converters: list[Any], entries: Mapping[str, Tensor]) -> Place:
+def _in_stack(
+    name: str, target: str, pattern: str, converters: list[Any], entries: Mapping[str, Tensor]
+) -> ParameterPlace:
     """Return the place of an expert's matrix in the stack of its layer."""
     (converter,) = (transform for transform in converters if pattern in transform.source_patterns)
     operations = [type(operation).__name__ for operation in converter.operations]
@@ -166,4 +180,4 @@ def _in_stack(name: str, target: str, pattern: str, converters: list[Any], entri
         raise ModelError(f"transformers converts {name} by {' and '.join(operations)}, which mrl does not yet support")
     parts = len(converter.source_patterns)
     size, part = entries[target].shape[1] // parts, converter.source_patterns.index(pattern)
-    return Place(target, int(number[1]), (part * size, (part + 1) * size))
+    return ParameterPlace(target, int(number[1]), (part * size, (part + 1) * size))

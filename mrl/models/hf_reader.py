@@ -20,6 +20,7 @@ from mrl.models import fp8_blocks, mxfp4, wrapped
 from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES
 from mrl.models.hf_config import HfConfig
+from mrl.models.open_model import NOT_WEIGHTS
 from mrl.models.parameters import padded_vocab
 from mrl.models.regions import Region, Shape, slices
 from mrl.models.spec import ModelSpec
@@ -133,7 +134,7 @@ class HfReader:
                     problems.append(f"{weight} holds {kind}, but has scales for FP8: its numbers may be unscaled")
             elif wrapped.is_stacked(name) and may_be_stacked:
                 problems += self._format_problems(name)
-            elif name not in ignorable and not name.endswith(".rotary_emb.inv_freq"):
+            elif name not in ignorable and not name.endswith(NOT_WEIGHTS):
                 problems.append(f"{name} is unexpected")
         if problems:
             stacked = any(name.endswith(".experts.gate_up_proj") for name in self._file_of)

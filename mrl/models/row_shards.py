@@ -1,4 +1,4 @@
-"""Which rank holds what of a model that torch shards: rows of each tensor, and whole experts.
+"""The parts of a model that each rank holds if torch shards it: rows of each tensor, and whole experts.
 
 `fully_shard` cuts every parameter along its first axis into equal parts, of which the last ones may be shorter or
 empty. transformers stacks the matrices of all experts of a layer, so there a rank holds some of the experts.

@@ -289,7 +289,8 @@ class ReshardPlanner:
                 if start + num_bytes > sizes.slot_bytes and buckets[-1]:
                     buckets.append([])
                     start = 0
-                buckets[-1].append(PlannedTensor(_name(fused, group), fused, start, number, index))
+                name = _name(fused, group, self.spec.layer_prefix)
+                buckets[-1].append(PlannedTensor(name, fused, start, number, index))
                 end = start + num_bytes
         return buckets
 
@@ -359,8 +360,8 @@ def _places(buckets: list[list[PlannedTensor]]) -> dict[tuple[int, int], tuple[i
     }
 
 
-def _name(fused: Fused, group: LayerGroup) -> str:
+def _name(fused: Fused, group: LayerGroup, prefix: str) -> str:
     """Return the name of an example layer's tensor in another group."""
     if group.kind in ("embedding", "head"):
         return fused.name
-    return f"model.layers.{group.layer}.{fused.name.split('.', 3)[3]}"
+    return f"{prefix}{group.layer}.{fused.name.removeprefix(prefix).split('.', 1)[1]}"

@@ -8,6 +8,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import FAMILIES
 from mrl.models.layout import RankPlace
+from mrl.models.open_model import OpenSpec
 from mrl.models.parameters import Piece
 from mrl.models.regions import Shape
 from mrl.models.rollout_table import EngineSizes
@@ -45,7 +46,7 @@ class RowPlanner(ReshardPlanner):
     def _groups(self) -> list[LayerGroup]:
         everything = (ParameterSite(0, 0, ""),)
         layers = [
-            LayerGroup(self.spec.kind(layer), layer, (ParameterSite(0, 0, f"model.layers.{layer}."),))
+            LayerGroup(self.spec.kind(layer), layer, (ParameterSite(0, 0, f"{self.spec.layer_prefix}{layer}."),))
             for layer in range(self.spec.num_layers)
         ]
         return [LayerGroup("embedding", 0, everything), *layers, LayerGroup("head", 0, everything)]
@@ -70,15 +71,19 @@ class RowIntersections(ShardIntersections):
     def _tensors(self, kind: Kind) -> tuple[dict[str, Shape], str]:
         """Return the tensors of a kind of group, and the beginning of their names that other layers do not share."""
         spec = self.spec
+        if isinstance(spec, OpenSpec) and kind in ("embedding", "head"):
+            return (spec.outer_tensors() if kind == "embedding" else {}), ""
         if kind == "embedding":
             return {EMBEDDING: (spec.vocab, spec.hidden)}, ""
         if kind == "head":
             return {NORM: (spec.hidden,)} | ({} if spec.tied else {LM_HEAD: (spec.vocab, spec.hidden)}), ""
         layer = self._examples[kind]
-        return FAMILIES[spec.family].tensors(spec, layer), f"model.layers.{layer}."
+        return FAMILIES[spec.family].tensors(spec, layer), f"{spec.layer_prefix}{layer}."
 
 
 def untrained_tensors(spec: ModelSpec) -> frozenset[str]:
     """Return the tensors of the files that are buffers of the model."""
+    if isinstance(spec, OpenSpec):
+        return spec.untrained()
     shards = dense_shards(spec, ParallelConfig(), RankPlace(), "lm")
     return frozenset(piece.hf for shard in shards if not shard.trained for piece in shard.pieces)

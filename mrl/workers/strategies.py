@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mrl.config.schema import MegatronModelConfig
-from mrl.models.families import read_spec
+from mrl.models.families import FAMILIES, read_spec
+from mrl.models.open_model import require_table
 from mrl.workers.messages import ModelSetup
 
 
@@ -28,6 +29,7 @@ def make_engine(setup: ModelSetup, groups: Any) -> Any:
         from mrl.fsdp.engine import FsdpEngine, FsdpRequest
 
         return FsdpEngine(FsdpRequest(spec, setup.head, setup.settings, setup.new_head), groups)
+    require_table(spec, "its role", FAMILIES)
     from mrl.engine.engine import EngineRequest, MegatronEngine
 
     request = EngineRequest(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mrl.config.fsdp import FsdpConfig
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.config.schema import TrainedModelConfig
@@ -97,6 +98,24 @@ def test_a_checkpoint_of_each_strategy_is_continued_by_the_other(tmp_path: Path)
         assert {*before} == {*after}
         changed = [name for name in before if not torch.equal(before.whole(name), after.whole(name))]
         assert len(changed) == len([name for name in before if "correction_bias" not in name])
+
+
+def copies(path: str, directory: str) -> Steps:
+    """Save two copies of the model, one on each rank, and load them."""
+    with shard_groups(Layout(), 1, seed=1) as groups:
+        engine = training.build(path, groups, fsdp=FsdpConfig(shard_size=1))
+        step(engine)
+        checkpoint.save(engine, directory, {})
+        expected = step(engine)
+        engine = training.build(path, groups, fsdp=FsdpConfig(shard_size=1))
+        checkpoint.load(engine, directory)
+        return [expected, step(engine)]
+
+
+def test_one_of_several_copies_is_saved_and_all_are_loaded(tmp_path: Path) -> None:
+    path = str(make_tiny("qwen3", tmp_path / "qwen3"))
+    for expected, found in run_distributed(2, copies, path, str(tmp_path / "saved"), timeout_s=300):
+        assert found == expected
 
 
 def offloaded(path: str) -> list[Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mrl.config.schema import ParallelConfig, ScheduleConfig
-from mrl.engine.scores import LossInput, LossOutput
+from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.errors import EngineError
 from mrl.fsdp.optimizer import rate_at
 from mrl.fsdp.parallel import shard_groups
@@ -71,22 +71,14 @@ def behavior(path: str) -> dict[str, Any]:
         found["matrices"] = {shard.name for shard, _ in engine.held_tensors() if len(shard.shape) > 1}
         engine = build(path, groups)
         weights = [tensor.clone() for _, tensor in engine.held_tensors()]
-        outcomes = []
-        for _ in range(2):
-            outcomes.append(engine.update(*share(engine), not_a_number, _request())[1].applied)
+        outcomes = [engine.update(*share(engine), not_a_number, ScoreRequest())[1].applied for _ in range(2)]
         found["kept"] = all(torch.equal(a, b) for a, (_, b) in zip(weights, engine.held_tensors(), strict=True))
         found["skipped"] = (outcomes, engine.optimizer.num_skipped if engine.optimizer else 0)
         try:
-            engine.update(*share(engine), not_a_number, _request())
+            engine.update(*share(engine), not_a_number, ScoreRequest())
         except EngineError as error:
             found["refusal"] = error.what
         return found
-
-
-def _request() -> Any:
-    from mrl.engine.scores import ScoreRequest
-
-    return ScoreRequest()
 
 
 def test_clipping_decay_and_refusal(tmp_path: Path) -> None:

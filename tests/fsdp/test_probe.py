@@ -22,11 +22,10 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": None,
 }  # fmt: skip
 REFUSED = {
-    "bloom": ({"n_layer": 2, "n_head": 4}, "bloom does not take packed rows: two rows of 11 and 23 tokens"),
-    "opt": ({"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64}, "opt does not take packed rows"),
+    "bloom": ({"n_layer": 2, "n_head": 4}, "bloom does more with its mask than to hand it to its attention"),
     "llama4_text": (
         {"attention_chunk_size": 8, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
-        "the attention of llama4_text is neither causal nor in a sliding window, such as in chunks",
+        "the attention of Llama4TextAttention is not causal and not in a sliding window: for example in chunks",
     ),
     "gemma2": ({"head_dim": 8, "final_logit_softcapping": 30.0}, "gemma2 caps its logits"),
 }
@@ -81,6 +80,17 @@ def test_rows_that_see_each_other_are_noticed(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(attention, "in_blocks", one_row)
     with pytest.raises(ModelError, match="qwen3 does not take packed rows"):
         probed(make_tiny("qwen3", tmp_path / "qwen3"))
+
+
+def test_a_window_that_only_the_mask_has_is_refused() -> None:
+    layer = torch.nn.Linear(1, 1)
+    attention._check_mask(layer, attention.MaskMark(None), None)
+    attention._check_mask(layer, attention.MaskMark(8), 8)
+    for mask, window in ((8, None), (None, 8), (8, 4)):
+        with pytest.raises(ModelError, match="in its mask, but"):
+            attention._check_mask(layer, attention.MaskMark(mask), window)
+    with pytest.raises(ModelError, match="makes a mask without transformers"):
+        attention._check_mask(layer, torch.ones(2, 2), None)
 
 
 def test_masks_are_windows_of_one_size_or_nothing() -> None:

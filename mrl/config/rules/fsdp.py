@@ -24,14 +24,13 @@ _AXES = {
 }
 """Keys of `parallel` that only Megatron has, with the kind of parallelism."""
 UNSUPPORTED = {
-    "gpt_oss": "its experts are stored in an order of their own, for which there is no conversion yet",
+    "gpt_oss": "its experts are stored in a separate order, for which there is no conversion yet",
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear"),
         "in transformers, its linear attention runs from one packed row into the next",
     ),
     "bloom": "in transformers, its attention does not take packed rows",
     "llama4_text": "its attention is in chunks, which only a mask knows",
-    "opt": "with packed rows, its gradients differ",
     "gemma2": "it caps its logits, which mrl's head does not",
     "gemma3n_text": "it caps its logits, which mrl's head does not",
 }
