@@ -88,16 +88,24 @@ LossFunction = Callable[[LossInput], LossOutput]
 class HeadGroups(Protocol):
     """Groups that share the rows of the output matrix (`tp`) and the tokens of a sequence (`cp`)."""
 
-    tp: torch.distributed.ProcessGroup
-    cp: torch.distributed.ProcessGroup
+    @property
+    def tp(self) -> torch.distributed.ProcessGroup: ...
+
+    @property
+    def cp(self) -> torch.distributed.ProcessGroup: ...
 
 
 class ModelHead(Protocol):
     """The end of a model, which turns hidden states into scores."""
 
-    head: str
-    vocab: int
-    pg_collection: HeadGroups
+    @property
+    def head(self) -> str: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def pg_collection(self) -> HeadGroups: ...
 
     @property
     def score(self) -> Callable[[Tensor], Tensor]: ...

@@ -91,7 +91,8 @@ class RowModel(torch.nn.Module):
             hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state[0, :-1]
             return hidden
         logits = self.causal(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        log_probs: Tensor = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        return log_probs
 
     @property
     def score(self) -> Callable[[Tensor], Tensor]:
@@ -210,10 +211,10 @@ def _parameters_on_meta() -> Iterator[None]:
     """Create parameters without memory, and buffers with their values, which no file has."""
     register = torch.nn.Module.register_parameter
 
-    def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
+    def on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
 
     torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
     try:

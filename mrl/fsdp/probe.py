@@ -88,13 +88,10 @@ def _rows(vocab: int) -> TokenRows:
 
 def _packed(model: RowModel, rows: TokenRows, groups: ShardGroups) -> Tensor:
     batch = pack(rows, groups.sequence_sharding, groups.device)
-    if model.head == "score":
-        found = model(batch, ScoreRequest(hidden=True))
-        _weighted(found["hidden_TH"]).backward()  # type: ignore[no-untyped-call]
-        return found["hidden_TH"].detach().float()
-    found = model(batch, ScoreRequest())
-    _weighted(found["log_probs_T"]).backward()  # type: ignore[no-untyped-call]
-    return found["log_probs_T"].detach().float()
+    is_scored = model.head == "score"
+    values: Tensor = model(batch, ScoreRequest(hidden=is_scored))["hidden_TH" if is_scored else "log_probs_T"]
+    _weighted(values).backward()  # type: ignore[no-untyped-call]
+    return values.detach().float()
 
 
 def _alone(model: RowModel, rows: TokenRows, groups: ShardGroups) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of a rank are those that torch gives it, and all ranks together hold every number once."""
+"""A rank has the rows that torch gives it, and all ranks together have every number once."""
 
 from __future__ import annotations
 

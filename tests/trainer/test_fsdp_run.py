@@ -12,6 +12,8 @@ import pytest
 from mrl.demo.model import make_model
 from tests.apart import run_mrl, untimed
 from tests.trainer.test_ppo import CONFIG
+from tests.trainer.test_ranked_run import CONFIG as RANKED
+from tests.trainer.test_ranked_run import KINDS
 
 ONE_CUT = ("actor.parallel.tp=1", "rollout.temperature=0.9")
 FSDP = (*ONE_CUT, "actor.strategy=fsdp", "critic.strategy=fsdp")
@@ -38,6 +40,7 @@ def assert_same(found: Lines, expected: Lines) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         names = [name for name in ours if isinstance(ours[name], float) and not name.startswith("sync/")]
         assert {*LEARNED} & {*theirs} <= {*names}
+        assert len(names) > 3
         for name in names:
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), name
 
@@ -52,14 +55,25 @@ def continued(config: Path, source: str, name: str, *overrides: str) -> Lines:
 
 
 @pytest.mark.slow
-def test_ppo_has_the_figures_of_megatron_and_goes_on_with_its_checkpoint(config: Path) -> None:
+def test_ppo_has_the_figures_of_megatron(config: Path) -> None:
     expected = train(config, "megatron", *ONE_CUT)
     found = train(config, "fsdp", *FSDP)
     assert_same(found, expected)
     assert all(line["sync/bytes_between_ranks"] == line["sync/least_bytes"] for line in found)
     assert max(line[MISMATCH] for line in found if MISMATCH in line) < 1e-4, "the engine has the trained weights"
-    assert_same(continued(config, "megatron", "to-fsdp", *FSDP), expected)
-    assert_same(continued(config, "fsdp", "to-megatron", *ONE_CUT), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_each_strategy_continues_the_run_of_the_other(config: Path) -> None:
+    train(config, "first-megatron", *ONE_CUT)
+    train(config, "first-fsdp", *FSDP)
+    expected = untimed(config.parent / "runs" / "first-megatron")
+    assert_same(continued(config, "first-megatron", "to-fsdp", *FSDP), expected)
+    assert_same(continued(config, "first-fsdp", "to-megatron", *ONE_CUT), expected)
+
+
+WITH_VLLM = ("gemma3_text", "olmo3", "granite", "gpt_neox")
 
 
 def open_model(family: str, directory: Path) -> Path:
@@ -68,7 +82,9 @@ def open_model(family: str, directory: Path) -> Path:
 
     demo = make_model(directory / "demo", seed=1)
     vocab = json.loads((Path(demo) / "config.json").read_text())["vocab_size"]
-    made = make_open(family, directory / family, vocab_size=vocab)
+    kernel = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    own = kernel if family in WITH_VLLM else {}  # vLLM's kernels for CPUs take no smaller heads
+    made = make_open(family, directory / family, vocab_size=vocab, **own)
     for path in Path(demo).iterdir():
         if path.name not in ("config.json", "model.safetensors", "generation_config.json"):
             shutil.copyfile(path, made / path.name)
@@ -86,22 +102,31 @@ GRPO = (
 
 @pytest.mark.slow
 @pytest.mark.on_demand
-@pytest.mark.parametrize(
-    ("family", "engine"),
-    [
-        ("gemma3_text", "vllm"), ("olmo3", "vllm"), ("granite", "vllm"), ("gpt_neox", "vllm"),
-        ("hunyuan_v1_moe", "transformers"), ("cohere2", "transformers"), ("apertus", "transformers"),
-        ("deepseek_v2", "transformers"),
-    ],
-)  # fmt: skip
-def test_grpo_and_sft_of_a_model_without_a_table(family: str, engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [*WITH_VLLM, "hunyuan_v1_moe", "cohere2", "apertus", "deepseek_v2"])
+def test_grpo_of_a_model_without_a_table(family: str, tmp_path: Path) -> None:
     model = open_model(family, tmp_path)
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(directory=tmp_path / "runs", model=model))
-    options = ["rollout.engine=transformers", "rollout.vllm={}"] if engine == "transformers" else []
+    options = [] if family in WITH_VLLM else ["rollout.engine=transformers"]
     run_mrl("train", str(config), *GRPO, *options)
     lines = untimed(tmp_path / "runs" / "small")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert max(line[MISMATCH] for line in lines if MISMATCH in line) < 1e-3, "the engine has the trained weights"
-    assert lines[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-5)
     assert lines[-1]["actor/kl_loss"] > 1e-7, "the weights change"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.on_demand) for kind in ("rm", "dpo"))])
+def test_supervised_training_has_the_figures_of_megatron(kind: str, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    text = RANKED.format(directory=tmp_path, model=make_model(tmp_path / "model", seed=1))
+    if kind == "sft":
+        text = text.replace(", pairs: 2", "").replace(", pairs: 1", "").replace(", keep_best: true", "")
+    config.write_text(text + KINDS.get(kind, ""))
+    found = {}
+    for strategy in ("megatron", "fsdp"):
+        options = ("actor.parallel.tp=1", f"actor.strategy={strategy}", f"run.name={strategy}")
+        run_mrl(kind, str(config), *options)
+        found[strategy] = untimed(tmp_path / strategy)
+        assert (tmp_path / strategy / "model" / "model.safetensors").exists()
+    assert_same(found["fsdp"], found["megatron"])
