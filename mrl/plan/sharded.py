@@ -25,6 +25,7 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, hf_tensors
 from mrl.plan.activations import StageActivations, forward_activations, layer_bytes, stage_activations
 from mrl.plan.weights import WeightBytes, stage_weights
+from mrl.weight_sync.row_planner import untrained_tensors
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -36,8 +37,8 @@ def role_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head: 
     if model.strategy == "megatron":
         return stage_weights(spec, model, mesh, head, stage)
     size = model.fsdp.shard_size or mesh.world_size
-    shards = row_shards(hf_tensors(spec, head), (), 0, size)  # the first rank holds as much as any other
-    held = sum(math.prod(shard.shape) for shard in shards)
+    shards = row_shards(hf_tensors(spec, head), untrained_tensors(spec), 0, size)  # no rank holds more than the first
+    held = sum(math.prod(shard.shape) for shard in shards if shard.trained)
     if not isinstance(model, TrainedModelConfig):
         return WeightBytes(held * ITEM_BYTES[model.dtype], 0, 0, 0, 0, 0, 0)
     return WeightBytes(held * 4, held * 4, held * 8, 0, 0, held * 12, 0)

@@ -145,14 +145,9 @@ def verify_layout(
     oracle = transformers_scores(whole, alone)
     one = merge_ranks([run_distributed(1, _measure, [alone], timeout_s=_LIMIT_S, device=device)[0][0]])
     size = settings.fsdp.shard_size
-    layout_case = replace(
-        alone,
-        parallel=parallel,
-        megatron=settings.megatron,
-        ddp=ddp,
-        strategy=settings.strategy,
-        shard_size=size if size is not None and num_ranks % size == 0 else None,
-    )
+    shard_size = size if size is not None and num_ranks % size == 0 else None
+    layout_case = replace(alone, parallel=parallel, megatron=settings.megatron, ddp=ddp)
+    layout_case = replace(layout_case, strategy=settings.strategy, shard_size=shard_size)
     cases = [replace(layout_case, max_tokens=budget) for budget in BUDGETS]
     by_rank = run_distributed(num_ranks, _measure, cases, timeout_s=_LIMIT_S, device=device)
     results = [merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)]

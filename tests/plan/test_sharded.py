@@ -62,3 +62,8 @@ def test_commands_for_megatron_refuse_it_by_name(command: list[str], capsys: pyt
     said = capsys.readouterr().err
     assert "actor.strategy" in said
     assert "Megatron" in said
+
+
+def test_explain_names_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", PRESET, "actor.fsdp.shard_size=4"]) == 0
+    assert "torch shards the model of transformers over 4 ranks, in 2 copies" in capsys.readouterr().out

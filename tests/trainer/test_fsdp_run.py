@@ -40,7 +40,7 @@ def assert_same(found: Lines, expected: Lines) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         names = [name for name in ours if isinstance(ours[name], float) and not name.startswith("sync/")]
         assert {*LEARNED} & {*theirs} <= {*names}
-        assert len(names) > 3
+        assert names
         for name in names:
             assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=2e-4), name
 
