@@ -41,7 +41,6 @@ _ORIGINS = {
 }
 _SHARD_ORIGINS = {
     "parameters": "the rank's rows of every tensor, in float32 if they are trained",
-    "gradients": "for the same elements, in float32",
     "optimizer": "Adam's two moments of the same elements",
 }
 
@@ -241,7 +240,8 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
         whole = partial(gathered_bytes, spec, model, head)
         origin = "whole weights of two layers and of embedding and head"
         backward_origin = f"{origin}, and the largest whole gradient"
-        train = [item("gathered", whole(backward=True), backward_origin), *train]
+        gradients = item("gradients", held.parameters, "of the rank's rows, in float32; dropped after the update")
+        train = [gradients, item("gathered", whole(backward=True), backward_origin), *train]
         score = [item("gathered", whole(backward=False), origin), *score]
     train = [activations, *train, _unused(name, kept.kept + working)]
     score = [*score, *([_unused(name, _total(score))] if is_of_layers else [])]

@@ -15,8 +15,10 @@ from mrl.config.rules.model_shape import ModelShape, check_model_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import ConfigError, ModelError, Problem
+from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
 from mrl.models.megatron_arguments import fused_kernels
+from mrl.models.open_model import require_table
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
@@ -54,7 +56,10 @@ class Planned(Generic[AnyTyped]):
     def check_layouts(self) -> None:
         """Raise an error for layouts that the tables do not support."""
         for role, spec in self.specs.items():
-            check_layout(self.config.model_roles()[role].parallel, spec)
+            model = self.config.model_roles()[role]
+            if model.strategy == "megatron":
+                require_table(spec, role, FAMILIES)
+            check_layout(model.parallel, spec)
         if isinstance(self.config, Config):
             EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
 

@@ -41,7 +41,7 @@ def role_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head: 
     held = sum(math.prod(shard.shape) for shard in shards if shard.trained)
     if not isinstance(model, TrainedModelConfig):
         return WeightBytes(held * ITEM_BYTES[model.dtype], 0, 0, 0, 0, 0, 0)
-    return WeightBytes(held * 4, held * 4, held * 8, 0, 0, held * 12, 0)
+    return WeightBytes(held * 4, 0, held * 8, 0, 0, held * 12, 0)  # gradients exist only during an update
 
 
 def gathered_bytes(spec: ModelSpec, model: MegatronModelConfig, head: Head, *, backward: bool) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mrl.cli.main import main
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine import checkpoint
@@ -27,6 +28,7 @@ from tests.engine.tiny_training import step
 from tests.fsdp import training
 from tests.fsdp.open_models import OWN, make_open
 from tests.fsdp.test_parity import results
+from tests.trainer.test_ranked_run import CONFIG as RANKED
 from tests.weight_sync.test_planner import SIZES, rollout_of
 
 QUICK = ("gemma3_text", "hunyuan_v1_moe")
@@ -109,3 +111,16 @@ def test_sizes_come_from_headers_and_a_table_is_asked_for_by_name(tmp_path: Path
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(ModelError, match="is not a safetensors file"):
         read_spec(tmp_path / "model")
+
+
+def test_commands_that_need_a_table_refuse_such_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_open("granite", tmp_path / "model")
+    config = tmp_path / "run.yaml"
+    config.write_text(RANKED.format(directory=tmp_path, model=model).replace("tp: 2", "tp: 1"))
+    assert main(["plan", str(config)]) != 0
+    said = capsys.readouterr().err
+    assert '"granite" has no table, which strategy=megatron needs' in said
+    assert "set strategy=fsdp for actor" in said
+    assert main(["plan", str(config), "actor.strategy=fsdp"]) == 0
+    assert main(["verify", "layout", str(config), "actor.strategy=fsdp"]) != 0
+    assert "the family granite has no table" in capsys.readouterr().err
