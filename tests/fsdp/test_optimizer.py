@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.config.fsdp import FsdpConfig
 from mrl.config.schema import ParallelConfig, ScheduleConfig
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.errors import EngineError
@@ -59,6 +60,13 @@ def behavior(path: str) -> dict[str, Any]:
         found: dict[str, Any] = {"norm": step(engine)[1]}
         assert engine.optimizer is not None
         found["moment"] = sum(float(state["exp_avg"].square().sum()) for state in engine.optimizer._adam.state.values())
+        again = build(path, groups, fsdp=FsdpConfig(recompute=True))
+        found["recomputed"] = step(again)[1]
+        narrow = build(path, groups, dtype="bfloat16")
+        found["narrow"] = step(narrow)[1]
+        found["kept_wide"] = {str(tensor.dtype) for _, tensor in narrow.held_tensors()}
+        frozen = build(path, groups, dtype="bfloat16", trained=False)
+        found["frozen"] = {str(tensor.dtype) for _, tensor in frozen.held_tensors()}
         engine = build(path, groups, clip_grad=0.0, weight_decay=0.5, lr=1e-9, adam_eps=1.0)
         before = {shard.name: tensor.clone() for shard, tensor in engine.held_tensors()}
         assert engine.optimizer is not None
@@ -89,6 +97,11 @@ def test_clipping_decay_and_refusal(tmp_path: Path) -> None:
     assert math.sqrt(moment) == pytest.approx(0.1 * 0.5, rel=1e-3), "0.1 of a gradient of norm 0.5"
     for found in ranks:
         assert found["norm"] == pytest.approx(alone["norm"], rel=1e-5)
+        assert found["recomputed"] == pytest.approx(found["norm"], rel=1e-6)
+        assert found["narrow"] == pytest.approx(found["norm"], rel=0.02)
+        assert found["narrow"] != found["norm"]
+        assert found["kept_wide"] == {"torch.float32"}
+        assert found["frozen"] == {"torch.bfloat16"}
         assert found["decayed"] == found["matrices"]
         assert found["kept"]
         assert found["skipped"] == ([False, False], 2)
