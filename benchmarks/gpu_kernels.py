@@ -44,7 +44,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 def attention(bench: GpuBenchmark, what: str, size: int, cp: int, reach: int | None) -> None:
     """Compare the attention kernel for packed rows, and its gradients, on the last context rank."""
-    from mrl.engine.layer_spec import _in_blocks, _varlen
+    from mrl.engine.packed_attention import in_blocks, varlen
 
     rank = cp - 1
     segments = Segments.of(ROWS, cp, rank, DEVICE)
@@ -54,7 +54,7 @@ def attention(bench: GpuBenchmark, what: str, size: int, cp: int, reach: int | N
     shapes = ((num_keys // cp, HEADS, size), (num_keys, KEY_HEADS, size), (num_keys, KEY_HEADS, size))
     narrow = [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
     wide = [x.detach().double().requires_grad_() for x in narrow]
-    attend = _varlen if ON_GPU else _in_blocks
+    attend = varlen if ON_GPU else in_blocks
     outputs: list[Tensor] = []
 
     def forward() -> None:

@@ -26,6 +26,7 @@ LAYERS = (  # lowest first; units on one line never import each other
     {"algos", "data", "rewards", "observe"},
     {"models"},
     {"engine", "weight_sync"},
+    {"fsdp"},
     {"rollout", "verify"},
     {"workers", "plan", "agents"},
     {"trainer"},

@@ -18,6 +18,7 @@ BUDGETS = {
     "data": 3.0,
     "docs": 2.0,
     "engine": 7.0,
+    "fsdp": 4.0,
     "hosts": 3.0,
     "launch": 2.0,
     "plan": 2.0,

@@ -20,6 +20,7 @@ from mrl.config.arithmetic import (
     rollout_devices,
     rows_per_step,
     samples_per_step,
+    shard_size,
     updates_per_step,
 )
 from mrl.config.resolved.load import Resolved
@@ -129,6 +130,9 @@ def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[st
     experts = f"; expert layers etp {mesh.etp} x ep {mesh.ep} x edp {mesh.edp} x pp {mesh.pp}"
     has_experts = mesh.ep > 1 or mesh.etp > 1
     yield f"{role}: {layout}{chunks}{sequence}{experts if has_experts else ''}"
+    if (size := shard_size(config, role)) is not None:
+        copies = f", in {mesh.world_size // size} copies" if size < mesh.world_size else ""
+        yield f"  torch shards the model of transformers over {size} ranks{copies}. Each gathers all layers in turn."
     if role == "actor" and isinstance(config, Config) and has_reference(config):
         kind = "this role with its adapters off" if config.actor.lora is not None else "a frozen copy of this role"
         yield f"  The reference model is {kind}: same processes, same layout."

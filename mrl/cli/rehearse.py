@@ -66,6 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = load_one(arguments.config)
     (path,), overrides = split_arguments(arguments.config)
     subject = make_plan_input(resolved, None, arguments.model)
+    for role, model in subject.config.model_roles().items():
+        if model.strategy == "fsdp":
+            what = "a rehearsal runs Megatron's code, not yet that of torch's sharding"
+            raise ConfigError([resolved.located(Problem("", f"{role}.strategy", what, "use mrl plan"))])
     # Import late: a wrong configuration fails before torch and Megatron load.
     from mrl.rehearse.comparison import compared, largest_budget
     from mrl.rehearse.engine_weights import ENGINE_ROLE

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mrl.config.mesh import Mesh
-from mrl.config.schema import BatchConfig, Config, ParallelConfig, RolloutConfig
+from mrl.config.schema import (
+    BatchConfig,
+    Config,
+    MegatronModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainedModelConfig,
+)
 from mrl.config.sft import WITHOUT_REFERENCE, AnyConfig, DpoConfig, RankedConfig, SftBatchConfig, SftConfig
 
 
@@ -75,6 +82,17 @@ def make_mesh(parallel: ParallelConfig, world_size: int) -> Mesh:
 
 def role_mesh(config: AnyConfig, role: str) -> Mesh:
     return make_mesh(config.model_roles()[role].parallel, role_devices(config, role))
+
+
+def shard_size(config: AnyConfig, role: str) -> int | None:
+    """Return the ranks that share one copy of a model that torch shards; None if Megatron runs it."""
+    model = config.model_roles()[role]
+    return (model.fsdp.shard_size or role_devices(config, role)) if model.strategy == "fsdp" else None
+
+
+def held_dtype(model: MegatronModelConfig) -> str:
+    """Return the dtype of the weights that a rank holds between steps, apart from an optimizer's own copy."""
+    return "float32" if model.strategy == "fsdp" and isinstance(model, TrainedModelConfig) else model.dtype
 
 
 def role_batch(config: AnyConfig, role: str) -> RoleBatch:

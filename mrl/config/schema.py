@@ -22,6 +22,7 @@ from mrl.config.bounds import (
     own_component,
 )
 from mrl.config.data import DataConfig
+from mrl.config.fsdp import FsdpConfig
 from mrl.config.lora import LoraConfig
 from mrl.config.reward import JudgeConfig, ModelScoreConfig, RewardConfig, RewardFunctionConfig
 from mrl.config.training import AsynchronyConfig, SyncConfig, TrainingConfig, ValidationConfig
@@ -163,8 +164,11 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronModelConfig:
-    """A model that Megatron runs."""
+    """A model that Megatron or torch runs."""
 
+    strategy: Literal["megatron", "fsdp"] = "megatron"
+    """`megatron`: Megatron runs the model, for families with a table. `fsdp`: torch's `fully_shard` runs the model of
+    transformers, with data and context parallelism."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights and activations. Gradients and optimizer state are always float32."""
@@ -173,6 +177,7 @@ class MegatronModelConfig:
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed on to Megatron's TransformerConfig: recomputation and fused kernels. Keys that describe the model come
     from its config.json. All other keys are refused with a reason."""
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     worker: Annotated[str, own_component()] | None = None
     """Your own class for the workers of the role as `package.module:class`, with the same constructor as mrl's. Null
     uses mrl's class."""

@@ -164,7 +164,7 @@ that verl's key configures."""
 
 _MICRO = "micro-batches follow from max_tokens_per_device of each role"
 _TEXT = "mrl trains only on text"
-_FSDP = "Megatron trains every role, and there is no FSDP: the layout is in ROLE.parallel"
+_FSDP = "Megatron trains every role unless ROLE.strategy is fsdp: see docs/fsdp.md"
 _PACKED = "rows are always packed, without padding"
 _SEEDS = "training.seed decides the order of samples"
 _CODE = "code in a model's repository is never imported; add a model family instead (docs/extend.md)"

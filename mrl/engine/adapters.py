@@ -8,6 +8,9 @@ Megatron sums its gradient over the tensor ranks, because it is marked.
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -20,18 +20,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from torch import Tensor
 
 from mrl import files
-from mrl.engine.base_digest import is_first_copy
 from mrl.engine.checkpoint_files import (
     FORMAT,
     MANIFEST,
@@ -42,18 +39,76 @@ from mrl.engine.checkpoint_files import (
     flat_shard_regions,
     write_safetensors,
 )
-from mrl.engine.optimizer import Optimizer, OwnedState
-from mrl.engine.parallel import ParallelGroups
-from mrl.engine.weights import held_tensors
+from mrl.engine.groups import ParallelGroups
+from mrl.engine.offload import DeviceMemory
+from mrl.engine.steps import OwnedState
 from mrl.errors import EngineError, MrlError
 from mrl.models.regions import Region, Shape, is_exact_cover
-from mrl.models.table import SCORE, Shard, hf_tensors
-
-if TYPE_CHECKING:
-    from mrl.engine.engine import MegatronEngine
-
+from mrl.models.table import Shard
 
 _TRACKED = "tensor-parallel/"
+
+
+class SavedOptimizer(Protocol):
+    """The state of an optimizer, by the parameters that it updates."""
+
+    num_skipped: int
+    num_skipped_in_a_row: int
+
+    @property
+    def num_steps(self) -> int: ...
+
+    def begin_at(self, num_steps: int) -> None: ...
+
+    def weights_from_owned(self) -> None: ...
+
+
+class TrainingState(Protocol):
+    """The state of an engine as a checkpoint has it: parts of Hugging Face's tensors."""
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Everything that random states depend on."""
+
+    @property
+    def lora(self) -> dict[str, Any] | None:
+        """Settings of the adapters; None if all weights are trained."""
+
+    @property
+    def optimizer(self) -> SavedOptimizer: ...
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the tensors of a checkpoint of this engine."""
+
+    def shards(self) -> Iterator[tuple[Shard, Tensor]]:
+        """Yield the parts of these tensors that this rank holds."""
+
+    def owned(self, shard: Shard, tensor: Tensor) -> OwnedState | None:
+        """Return the part of a trained shard that this rank updates."""
+
+    def set_owned(self, shard: Shard, tensor: Tensor, state: dict[str, Tensor]) -> None:
+        """Restore a state returned by `owned`."""
+
+    def writes(self, shard: Shard) -> bool:
+        """Return whether this rank writes the shard: one of several copies is written."""
+
+    def random_trackers(self) -> dict[str, Tensor]:
+        """Return the states of random generators other than torch's own."""
+
+    def set_random_trackers(self, states: dict[str, Tensor]) -> None: ...
+
+
+class SavedEngine(Protocol):
+    """The parts of an engine that a checkpoint needs."""
+
+    groups: ParallelGroups
+    memory: DeviceMemory
+    source: str
+
+    @property
+    def training_state(self) -> TrainingState: ...
+
+    def base_digest(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -66,7 +121,7 @@ class _Written:
     boxes: list[tuple[str, Region]]
 
 
-def save(engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]) -> None:
+def save(engine: SavedEngine, directory: str | Path, extra: Mapping[str, Any]) -> None:
     """Write the training state and the caller's `extra` (JSON values) to a new directory. Call this on all ranks.
 
     All machines must see the directory. It is published atomically, when it is complete and on disk.
@@ -77,7 +132,7 @@ def save(engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]
 class PendingSave:
     """A save under way, of the state at its start. Create it on all ranks."""
 
-    def __init__(self, engine: MegatronEngine, directory: str | Path, extra: Mapping[str, Any]) -> None:
+    def __init__(self, engine: SavedEngine, directory: str | Path, extra: Mapping[str, Any]) -> None:
         target = Path(directory).absolute()
         self._target, self._staged = target, target.with_name(f".{target.name}.saving")
         self._is_first = engine.groups.at.rank == 0
@@ -116,36 +171,36 @@ class PendingSave:
         wait([self._written])
 
 
-def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
+def load(engine: SavedEngine, directory: str | Path) -> dict[str, Any]:
     """Restore the training state on all ranks of any layout. Return the caller's `extra`.
 
     Sizes and hashes of the files are compared with the manifest, each file on one rank.
     """
-    optimizer = _optimizer(engine)
+    optimizer, state_of = _optimizer(engine), engine.training_state
     digest = engine.base_digest()
     with raise_on_all_ranks("loading"):
         saved = SavedFiles(Path(directory))
         if dist.get_rank() == 0:
             saved.check_manifest()
-        saved.check_lora(_lora(engine))
-        saved.check_model(_shapes(engine))
+        saved.check_lora(engine.training_state.lora)
+        saved.check_model(engine.training_state.shapes())
         saved.check_base(digest, engine.source)
         saved.check_files(dist.get_rank(), dist.get_world_size())
     with raise_on_all_ranks("loading"), torch.no_grad():
         optimizer.begin_at(saved.manifest["num_steps"])
-        for shard, parameter in saved_tensors(engine):
-            if (owned := optimizer.owned(parameter)) is not None:
+        for shard, parameter in state_of.shards():
+            if shard.trained and (owned := state_of.owned(shard, parameter)) is not None:
                 state = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in owned.state.items()}
                 for name, box, views in flat_shard_regions(shard, owned.start, state):
                     saved.read(name, box, views)
-                optimizer.set_owned(parameter, state)
+                state_of.set_owned(shard, parameter, state)
             elif not shard.trained:
                 state = {"param": torch.empty(parameter.numel(), dtype=parameter.dtype)}
                 for name, box, views in flat_shard_regions(shard, 0, state):
                     saved.read(name, box, views)
                 parameter.copy_(state["param"].view(parameter.shape))
-        if saved.manifest["layout"] == _layout(engine.groups):
-            set_random_states(saved.random_states(engine.groups.at.rank))
+        if saved.manifest["layout"] == engine.training_state.layout:
+            set_random_states(engine.training_state, saved.random_states(engine.groups.at.rank))
         else:
             warnings.warn("the checkpoint has another layout: random states are not restored", stacklevel=2)
     optimizer.weights_from_owned()
@@ -155,35 +210,9 @@ def load(engine: MegatronEngine, directory: str | Path) -> dict[str, Any]:
     return extra
 
 
-def _optimizer(engine: MegatronEngine) -> Optimizer:
+def _optimizer(engine: SavedEngine) -> SavedOptimizer:
     engine.memory.need("parameters", "optimizer")
-    assert engine.optimizer is not None, "only a trained engine has an optimizer"
-    return engine.optimizer
-
-
-def saved_tensors(engine: MegatronEngine) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield the tensors of a checkpoint that this rank holds. A model with adapters saves only what it trains."""
-    held = held_tensors(engine.models, engine.request.spec, engine.request.head, engine.groups)
-    if engine.adapters is not None:  # a score head is trained whole
-        return chain(engine.adapters.held(), ((shard, tensor) for shard, tensor in held if shard.name == SCORE))
-    return held
-
-
-def _shapes(engine: MegatronEngine) -> dict[str, Shape]:
-    """Return the tensors of a checkpoint of this engine."""
-    spec, head = engine.request.spec, engine.request.head
-    if engine.adapters is not None:
-        return engine.adapters.tensors | ({SCORE: (1, spec.hidden)} if head == "score" else {})
-    return hf_tensors(spec, head)
-
-
-def _lora(engine: MegatronEngine) -> dict[str, Any] | None:
-    return None if engine.request.lora is None else engine.request.lora.identity
-
-
-def _is_written_here(shard: Shard, groups: ParallelGroups) -> bool:
-    """Return whether this rank writes the shard. Of several copies, the first tensor rank and the first stage write."""
-    return is_first_copy(shard, groups.at.etp if shard.expert else groups.at.tp)
+    return engine.training_state.optimizer
 
 
 def _prepare(target: Path, staged: Path) -> None:
@@ -195,14 +224,14 @@ def _prepare(target: Path, staged: Path) -> None:
     staged.mkdir(parents=True)
 
 
-def _copy_rank(engine: MegatronEngine) -> tuple[dict[str, Tensor], list[tuple[str, Region]]]:
+def _copy_rank(engine: SavedEngine) -> tuple[dict[str, Tensor], list[tuple[str, Region]]]:
     """Return host copies of the tensors that this rank writes, and their boxes."""
-    optimizer = _optimizer(engine)
-    tensors = {RANDOM + name: state for name, state in random_states().items()}
+    _optimizer(engine)
+    tensors = {RANDOM + name: state for name, state in random_states(engine.training_state).items()}
     boxes = []
-    for shard, parameter in saved_tensors(engine):
-        owned = optimizer.owned(parameter) if shard.trained else _frozen(parameter, engine.groups)
-        if owned is not None and _is_written_here(shard, engine.groups):
+    for shard, parameter in engine.training_state.shards():
+        owned = engine.training_state.owned(shard, parameter) if shard.trained else _frozen(parameter, engine.groups)
+        if owned is not None and engine.training_state.writes(shard):
             for name, box, views in flat_shard_regions(shard, owned.start, owned.state):
                 boxes.append((name, box))
                 tensors |= {entry(kind, name, box): view for kind, view in views.items()}
@@ -220,19 +249,19 @@ def _write_rank(path: Path, tensors: dict[str, Tensor], boxes: list[tuple[str, R
     return _Written(path.name, path.stat().st_size, sha256, boxes)
 
 
-def _facts(engine: MegatronEngine, extra: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(engine: SavedEngine, extra: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = _optimizer(engine)
     facts = {
         "format": FORMAT,
-        "layout": _layout(engine.groups),
+        "layout": engine.training_state.layout,
         "num_steps": optimizer.num_steps,
         "num_skipped": [optimizer.num_skipped, optimizer.num_skipped_in_a_row],
         "extra": dict(extra),
-        "tensors": {name: {"shape": shape} for name, shape in _shapes(engine).items()},
+        "tensors": {name: {"shape": shape} for name, shape in engine.training_state.shapes().items()},
     }
-    if engine.adapters is None:
+    if engine.training_state.lora is None:
         return facts
-    return facts | {"lora": _lora(engine), "base": {"path": engine.source, "digest": engine.base_digest()}}
+    return facts | {"lora": engine.training_state.lora, "base": {"path": engine.source, "digest": engine.base_digest()}}
 
 
 def _manifest(facts: dict[str, Any], reports: Sequence[_Written]) -> dict[str, Any]:
@@ -246,10 +275,6 @@ def _manifest(facts: dict[str, Any], reports: Sequence[_Written]) -> dict[str, A
             raise EngineError(f"the ranks' parts of {name} {list(tensor['shape'])} have gaps or overlaps")
     written_files = {report.file: {"bytes": report.num_bytes, "sha256": report.sha256} for report in reports}
     return facts | {"files": written_files, "tensors": tensors}
-
-
-def _layout(groups: ParallelGroups) -> dict[str, Any]:
-    return {"world_size": groups.mesh.world_size, **asdict(groups.parallel)}
 
 
 def _publish(target: Path, staged: Path, manifest: Mapping[str, Any]) -> None:
@@ -277,19 +302,18 @@ def raise_on_all_ranks(action: str) -> Iterator[None]:
         raise EngineError(f"{action} failed on {len(failed)} of {len(messages)} ranks; {failed[0]}")
 
 
-def random_states() -> dict[str, Tensor]:
-    """Return copies of the states of all random generators: torch's on CPU and GPU, and Megatron's."""
+def random_states(state: TrainingState) -> dict[str, Tensor]:
+    """Return copies of the states of all random generators: torch's on CPU and GPU, and the engine's."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["gpu"] = torch.cuda.get_rng_state()
-    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return states | {_TRACKED + name: state.clone() for name, state in tracked.items()}
+    return states | {_TRACKED + name: tracked.clone() for name, tracked in state.random_trackers().items()}
 
 
-def set_random_states(states: Mapping[str, Tensor]) -> None:
+def set_random_states(state: TrainingState, states: Mapping[str, Tensor]) -> None:
     """Restore the random states returned by `random_states`."""
     torch.set_rng_state(states["cpu"])
     if "gpu" in states:
         torch.cuda.set_rng_state(states["gpu"])
     tracked = {name.removeprefix(_TRACKED): x for name, x in states.items() if name.startswith(_TRACKED)}
-    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
+    state.set_random_trackers(tracked)

@@ -224,6 +224,9 @@ def _rectangles(shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, i
     if len(shape) == 1:
         yield ((start, stop),), start, stop
         return
+    if (start, stop) == (0, num_elements(whole(shape))):
+        yield whole(shape), start, stop
+        return
     columns = shape[-1]
     assert set(shape[1:-1]) <= {1}, f"a tensor of shape {list(shape)} has no rows"
     between = ((0, 1),) * (len(shape) - 2)  # a convolution has one input for each channel

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,18 +26,19 @@ from mrl.engine.adapters import Adapters
 from mrl.engine.base_digest import digest_of_sums, is_first_copy, tensor_sums
 from mrl.engine.expert_load import ExpertLoad
 from mrl.engine.model import ModelRequest, TokenModel, build_chunks, transformer_config
-from mrl.engine.offload import DeviceMemory
+from mrl.engine.offload import DeviceMemory, memory_of
 from mrl.engine.optimizer import Optimizer, StepOutcome
-from mrl.engine.packed_rows import MicroBatch, TokenRows, concat, pack
+from mrl.engine.packed_rows import MicroBatch, TokenRows, pack
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.pipeline_p2p import pipeline_arguments
 from mrl.engine.router_replay import RouterReplay
-from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, score
+from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, merged, score
+from mrl.engine.training_state import MegatronState
 from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader
 from mrl.models.peft_reader import PeftReader
 from mrl.models.spec import ModelSpec
-from mrl.models.table import SCORE, Head, hf_tensors
+from mrl.models.table import SCORE, Head, Shard, hf_tensors
 
 Rows = npt.NDArray[np.int64]
 
@@ -91,6 +95,15 @@ class MegatronEngine:
         """Context of the passes of an update while a step is recorded."""
 
     @property
+    def training_state(self) -> MegatronState:
+        request = self.request
+        return MegatronState(self.groups, self.models, request.spec, request.head, self.adapters, self.optimizer)
+
+    def held_tensors(self) -> Iterator[tuple[Shard, Tensor]]:
+        """Yield the parts of the model's tensors that this rank holds."""
+        return weights.held_tensors(self.models, self.request.spec, self.request.head, self.groups)
+
+    @property
     def packing(self) -> PackingRules:
         """Packing rules for micro-batches of this model in this layout."""
         spec, parallel, cut = self.request.spec, self.groups.parallel, self.groups.sequence_sharding
@@ -113,9 +126,8 @@ class MegatronEngine:
             self._first_adapters(self.adapters)
         if isinstance(request.settings, TrainedModelConfig):
             self.optimizer = Optimizer(self.models, request.settings)
-        held = weights.held_tensors(self.models, request.spec, request.head, self.groups)
-        frozen = [tensor for shard, tensor in held if not shard.trained]
-        self.memory = DeviceMemory(self.models, self.optimizer, self.groups.device, frozen)
+        frozen = [tensor for shard, tensor in self.held_tensors() if not shard.trained]
+        self.memory = memory_of(self.models, self.optimizer, self.groups.device, frozen)
 
     def _first_adapters(self, adapters: Adapters) -> None:
         """Read the adapters from PEFT's files, or draw them."""
@@ -137,7 +149,7 @@ class MegatronEngine:
             request, at = self.request, self.groups.at
             held = [
                 (shard, tensor)
-                for shard, tensor in weights.held_tensors(self.models, request.spec, request.head, self.groups)
+                for shard, tensor in self.held_tensors()
                 if shard.name != SCORE  # trained whole
                 and is_first_copy(shard, at.etp if shard.expert else at.tp)
                 and (at.edp if shard.expert else at.dp + at.cp) == 0
@@ -158,8 +170,7 @@ class MegatronEngine:
         outputs: list[Scores] = self._run(packed, partial(_only_scores, scores), forward_only=True)
         if not self.groups.is_last_stage:
             return None
-        merge = partial(_merge, micro_batches=micro_batches, lengths=rows.response_lengths)
-        return Scores(*(merge([getattr(part, name) for part in outputs]) for name in Scores.__dataclass_fields__))
+        return merged(outputs, micro_batches, rows.response_lengths)
 
     def forward_with_routes(
         self, rows: TokenRows, micro_batches: Sequence[Rows], scores: ScoreRequest
@@ -271,8 +282,3 @@ def _loss(
     output = loss(LossInput(score(model, batch, hidden, request), rows.response_lengths, columns))
     # The second value is a token count that Megatron would divide by; `_finalize_gradients` prevents this.
     return output.loss, torch.ones((), dtype=torch.int, device=hidden.device), dict(output.reports)
-
-
-def _merge(parts: Sequence[Tensor | None], micro_batches: Sequence[Rows], lengths: Rows) -> Tensor | None:
-    tensors = [part for part in parts if part is not None]
-    return concat(tensors, micro_batches, lengths) if tensors else None

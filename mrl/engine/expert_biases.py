@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from typing import Any
 
 from megatron.core.fusions.fused_bias_geglu import quick_gelu

@@ -7,6 +7,9 @@ et al. 2024, arXiv 2408.15664).
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import partial

@@ -6,6 +6,9 @@ has the same parameters, in the same order of rows.
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,7 @@ from torch.nn import Module
 from torch.nn.functional import silu, softplus
 
 from mrl.engine.delta_rule import gated_delta_rule, row_convolution
-from mrl.engine.packed_rows import PackedParams
+from mrl.engine.packed_params import PackedParams
 from mrl.errors import EngineError
 
 

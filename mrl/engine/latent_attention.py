@@ -6,6 +6,9 @@ layer below. Here each rank holds them whole, as with Transformer Engine.
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from typing import Any
 
 import torch

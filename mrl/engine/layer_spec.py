@@ -7,12 +7,11 @@ kernel, on the CPU dense blocks of rows of similar length.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -27,15 +26,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from mrl.engine import attention_sinks
 from mrl.engine.gated_delta_net import replace_attention
 from mrl.engine.latent_attention import LatentAttention, replicate_projections
-from mrl.engine.packed_rows import PackedParams
-from mrl.engine.segments import Lengths, Segments
+from mrl.engine.packed_attention import GatherRows, in_blocks, varlen
+from mrl.engine.packed_params import PackedParams
 from mrl.errors import EngineError
 from mrl.libraries import transformer_engine_extension
-
-Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 def has_transformer_engine() -> bool:
@@ -166,99 +162,13 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # Megatron's class
         if segments is None:
             raise EngineError("mrl's core attention supports packed rows only")
         if segments.key_order is not None:
-            key = _GatherRows.apply(key, segments.key_order, self.context)  # type: ignore[no-untyped-call]
-            value = _GatherRows.apply(value, segments.key_order, self.context)  # type: ignore[no-untyped-call]
-        attend, width = _varlen if query.is_cuda else _in_blocks, value.shape[-1]
+            key = GatherRows.apply(key, segments.key_order, self.context)  # type: ignore[no-untyped-call]
+            value = GatherRows.apply(value, segments.key_order, self.context)  # type: ignore[no-untyped-call]
+        attend, width = varlen if query.is_cuda else in_blocks, value.shape[-1]
         # Kernels that keep no [tokens, tokens] matrix need values as wide as keys.
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
         if self.softmax_offset is not None:
-            attended = _in_blocks((query, key, value), segments, self.scale, self.reach, self.softmax_offset)
+            attended = in_blocks((query, key, value), segments, self.scale, self.reach, self.softmax_offset)
         else:
             attended = attend((query, key, value), segments, self.scale, self.reach)
         return attended[..., :width].reshape(query.shape[0], -1)
-
-
-class _GatherRows(torch.autograd.Function):
-    """All context ranks' tokens in row order. Backward sums all ranks' gradients for this rank's tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-        ctx.order, ctx.group = order, group
-        gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        torch.distributed.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-        return gathered[order]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = grads
-        by_rank = torch.empty_like(grad)
-        by_rank[ctx.order] = grad
-        local = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
-        torch.distributed.reduce_scatter_tensor(local, by_rank, group=ctx.group)
-        return local, None, None
-
-
-def _in_blocks(
-    qkv: Qkv, segments: Segments, scale: float | None, reach: int | None, sinks: Tensor | None = None
-) -> Tensor:
-    query, key, value = qkv
-    if sinks is not None:
-        query, scale = attention_sinks.with_logits(query, sinks, scale)
-    blocks, places = segments.blocks(reach)
-    results = []
-    for block in blocks:
-        q, k, v = query[block.query_BS], key[block.key_BS], value[block.key_BS]
-        mask = block.mask_BSS
-        if sinks is not None:
-            k, v, mask = attention_sinks.with_sink(k, v, mask)
-        mask = None if mask is None else mask[:, None]
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        results.append(attended.transpose(1, 2).flatten(0, 1)[block.kept])
-    return torch.cat(results)[places]
-
-
-def _varlen(qkv: Qkv, segments: Segments, scale: float | None, reach: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    query, key, value = qkv
-    if segments.key_order is not None:  # segments of one row share keys: copy them for each
-        key_index = torch.cat(
-            [
-                torch.arange(start, start + length, device=key.device)
-                for start, length in zip(segments.key_starts.tolist(), segments.key_lengths.tolist(), strict=True)
-            ]
-        )
-        key, value = key[key_index], value[key_index]
-    options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]}
-    attended = varlen_attn(
-        query,
-        key,
-        value,
-        _ends(segments.query_lengths, query.device),
-        _ends(segments.key_lengths, query.device),
-        int(segments.query_lengths.max()),
-        int(segments.key_lengths.max()),
-        scale=scale,
-        window_size=(-1 if reach is None else reach, 0),
-        **(options if _takes_enable_gqa(varlen_attn) else {}),
-    )
-    assert isinstance(attended, Tensor), "the kernel returns one tensor by default"
-    return attended
-
-
-@functools.cache
-def _takes_enable_gqa(kernel: Callable[..., Any]) -> bool:
-    """Return whether the kernel has an option for grouped queries. Up to torch 2.11 it detects them."""
-    return "enable_gqa" in inspect.signature(kernel).parameters
-
-
-def _ends(lengths: Lengths, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)).to(device)

@@ -5,6 +5,9 @@ The model never computes logits: `vocab_head` turns hidden states into log-probs
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,7 @@ from mrl.dtypes import torch_dtype
 from mrl.engine.expert_biases import activation, separate_outputs
 from mrl.engine.latent_attention import set_frequencies
 from mrl.engine.layer_spec import block_spec, has_transformer_engine
+from mrl.engine.packed_params import packed_params
 from mrl.engine.packed_rows import MicroBatch
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.separate_norms import separate_norms
@@ -150,7 +154,7 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
 
     def run(self, batch: MicroBatch) -> Tensor:
         """Return the hidden states of the micro-batch; on the last stage for all its tokens [1, tokens, hidden]."""
-        hidden: Tensor = self(batch.tokens, None, None, packed_seq_params=batch.params)
+        hidden: Tensor = self(batch.tokens, None, None, packed_seq_params=packed_params(batch))
         return hidden
 
     def head_input(self, hidden_1TH: Tensor, places: Tensor) -> Tensor:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mrl.engine.model import TokenModel
-from mrl.engine.optimizer import Optimizer
 from mrl.errors import EngineError
 from mrl.rounding import round_up
 
@@ -43,33 +41,19 @@ class DeviceMemory:
 
     def __init__(
         self,
-        models: Sequence[TokenModel],
-        optimizer: Optimizer | None,
+        tensors: Mapping[str, Sequence[Tensor]],
         device: torch.device,
-        frozen: Sequence[Tensor] = (),
+        state_tensors: Callable[[], Sequence[Tensor]] | None = None,
     ) -> None:
+        """Hold the tensors of each part, each with its own storage. `state_tensors` returns those of the optimizer, of
+        which there are more after its first step."""
         self.traffic = CopyStats()
         self._device = device
-        self._optimizer = optimizer
+        self._state_tensors = state_tensors
         self._other_weights = False
         stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        parameters = [parameter for model in models for parameter in model.parameters()]
-        tensors: dict[str, list[Tensor]]
-        if optimizer is None:
-            tensors = {"parameters": _flatten(parameters)}
-        else:
-            tensors = {
-                "parameters": [buffer.param_data for buffer in optimizer.buffers],
-                "gradients": [buffer.grad_data for buffer in optimizer.buffers],
-                "optimizer": optimizer.state_tensors(),
-            }
-        untrained = [parameter for parameter in parameters if not parameter.requires_grad]
-        if optimizer is not None and untrained:
-            tensors[_FROZEN] = [*(parameter.data for parameter in untrained), *frozen]  # each has its own storage
-        else:
-            tensors["parameters"] += frozen  # the buffers of the table belong to the weights of a model
         self._parts = {name: HostMirroredStorage(held, self.traffic, stream) for name, held in tensors.items()}
 
     def offload(self, *names: PartName) -> None:
@@ -183,12 +167,44 @@ class DeviceMemory:
     def _look_at_optimizer(self) -> None:
         """Update the list of tensors: the first step and loading a checkpoint create new ones."""
         part = self._parts.get("optimizer")
-        if part is not None and part.on_device and self._optimizer is not None:
-            part.hold(self._optimizer.state_tensors())
+        if part is not None and part.on_device and self._state_tensors is not None:
+            part.hold(self._state_tensors())
 
     def _own_weights_only(self, action: str) -> None:
         if self._other_weights:
             raise EngineError(f"another model's weights are loaded: nothing can be {action} until they are removed")
+
+
+class FlatOptimizer(Protocol):
+    """An optimizer whose parameters and gradients are views of flat buffers."""
+
+    @property
+    def buffers(self) -> Sequence[Any]: ...
+
+    def state_tensors(self) -> Sequence[Tensor]: ...
+
+
+def memory_of(
+    models: Sequence[torch.nn.Module],
+    optimizer: FlatOptimizer | None,
+    device: torch.device,
+    frozen: Sequence[Tensor] = (),
+) -> DeviceMemory:
+    """Return the memory of a model in Megatron's buffers, or of a frozen model."""
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    if optimizer is None:
+        return DeviceMemory({"parameters": [*_flatten(parameters), *frozen]}, device)
+    tensors = {
+        "parameters": [buffer.param_data for buffer in optimizer.buffers],
+        "gradients": [buffer.grad_data for buffer in optimizer.buffers],
+        "optimizer": list(optimizer.state_tensors()),
+    }
+    untrained = [parameter for parameter in parameters if not parameter.requires_grad]
+    if untrained:
+        tensors[_FROZEN] = [*(parameter.data for parameter in untrained), *frozen]  # each has its own storage
+    else:
+        tensors["parameters"] += frozen  # the buffers of the table belong to the weights of a model
+    return DeviceMemory(tensors, device, optimizer.state_tensors)
 
 
 @dataclass

@@ -7,9 +7,11 @@ stops with the names of the tensors.
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,26 +24,10 @@ from torch import Tensor
 from mrl.config.schema import ScheduleConfig, TrainedModelConfig
 from mrl.dtypes import torch_dtype
 from mrl.engine.model import TokenModel
+from mrl.engine.steps import MAX_CONSECUTIVE_SKIPPED_UPDATES, OwnedState, StepOutcome
 from mrl.errors import EngineError
 
-MAX_CONSECUTIVE_SKIPPED_UPDATES = 3
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Result of one optimizer step: the gradient norm, and whether the gradients were applied."""
-
-    grad_norm: float
-    learning_rate: float
-    applied: bool
-
-
-@dataclass(frozen=True)
-class OwnedState:
-    """The range of a parameter's elements that a data-parallel rank owns: start, weights ("param") and moments."""
-
-    start: int
-    state: dict[str, Tensor]
+__all__ = ["MAX_CONSECUTIVE_SKIPPED_UPDATES", "Optimizer", "OwnedState", "StepOutcome"]
 
 
 class Optimizer:

@@ -1,4 +1,4 @@
-"""Rows of tokens packed into one micro-batch, with the data that Megatron's layers need on this context rank.
+"""Rows of tokens packed into one micro-batch, with the data that layers need on this context rank.
 
 Rows follow one another without padding, with two exceptions. Context parallelism cuts each row into two pieces per
 rank, which makes its length a multiple of 2 x cp. And the total length must be divisible among the tensor ranks if they
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mrl.engine.segments import Segments
@@ -94,25 +93,22 @@ class SequenceSharding:
         return math.lcm(self.row_multiple, self.cp * self.sequence_parts)
 
 
-@dataclass
-class PackedParams(PackedSeqParams):  # type: ignore[misc]  # Megatron's class has no type information here
-    """Megatron's description of a packed micro-batch, with the segments for mrl's own core attention."""
-
-    segments: Segments | None = None
-
-
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch as a rank sees it.
 
-    `tokens` are those of this context rank, the input of Megatron's embedding. `score_at` are the places among them
+    `tokens` are those of this context rank, the input of the embedding. `score_at` are the places among them
     whose hidden states are scored for a response token, `labels` these response tokens, and `score_to` their places
     among all response tokens. `routes_TLK` are the chosen experts of `tokens` on the host, or -1.
     """
 
     rows: TokenRows
     tokens: Tensor
-    params: PackedParams
+    ends: Tensor
+    """0, then the end of each stored row, among the tokens of all context ranks."""
+    longest: int
+    """Length of the longest stored row."""
+    segments: Segments
     score_at: Tensor
     score_to: Tensor
     labels: Tensor
@@ -155,20 +151,12 @@ def pack(rows: TokenRows, cut: SequenceSharding, device: torch.device) -> MicroB
     position[local_places] = np.arange(len(local_places))
     score_at = position[answers - rows.before]
     local = np.flatnonzero(score_at >= 0)
-    ends = torch.from_numpy(np.append(0, np.cumsum(stored)).astype(np.int32)).to(device)
-    longest = int(stored.max())
-    params = PackedParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        segments=Segments.of(stored, cut.cp, cut.cp_rank, device),
-    )
     return MicroBatch(
         rows=rows,
         tokens=tokens[local_places].to(device)[None],
-        params=params,
+        ends=torch.from_numpy(np.append(0, np.cumsum(stored)).astype(np.int32)).to(device),
+        longest=int(stored.max()),
+        segments=Segments.of(stored, cut.cp, cut.cp_rank, device),
         score_at=torch.from_numpy(score_at[local]).to(device),
         score_to=torch.from_numpy(local).to(device),
         labels=tokens[answers[local]].to(device),

@@ -8,6 +8,9 @@ its own group.
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from typing import Any
 
 import torch

@@ -6,6 +6,9 @@ routes gets the router's own choice: padding, and the last token of a row, after
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from collections import deque
 from collections.abc import Callable, Sequence
 

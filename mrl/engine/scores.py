@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mrl.engine.model import TokenModel
-from mrl.engine.packed_rows import MicroBatch
+from mrl.engine.packed_rows import Lengths, MicroBatch, concat
 from mrl.engine.vocab_divergence import LikeliestTokens, TeacherHead, likeliest_tokens, token_divergence
 from mrl.engine.vocab_head import EntropyUse, HeadOptions, greedy_tokens, token_log_probs
 
@@ -86,7 +85,37 @@ class LossOutput:
 LossFunction = Callable[[LossInput], LossOutput]
 
 
-def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: ScoreRequest) -> Scores:
+class HeadGroups(Protocol):
+    """Groups that share the rows of the output matrix (`tp`) and the tokens of a sequence (`cp`)."""
+
+    @property
+    def tp(self) -> torch.distributed.ProcessGroup: ...
+
+    @property
+    def cp(self) -> torch.distributed.ProcessGroup: ...
+
+
+class ModelHead(Protocol):
+    """The end of a model, which turns hidden states into scores."""
+
+    @property
+    def head(self) -> str: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def pg_collection(self) -> HeadGroups: ...
+
+    @property
+    def score(self) -> Callable[[Tensor], Tensor]: ...
+
+    def head_input(self, hidden_1TH: Tensor, places: Tensor) -> Tensor: ...
+
+    def vocabulary_weight(self) -> Tensor: ...
+
+
+def score(model: ModelHead, batch: MicroBatch, hidden_1TH: Tensor, request: ScoreRequest) -> Scores:
     """Return the scores of a micro-batch's response tokens, complete on every context rank."""
     hidden_SH = model.head_input(hidden_1TH, batch.score_at)
     if model.head == "score":
@@ -117,6 +146,15 @@ def score(model: TokenModel, batch: MicroBatch, hidden_1TH: Tensor, request: Sco
     return Scores(**named)
 
 
+def merged(parts: Sequence[Scores], micro_batches: Sequence[Lengths], lengths: Lengths) -> Scores:
+    """Return the scores of all micro-batches, in the order of all rows."""
+    values: dict[str, Tensor] = {}
+    for name in Scores.__dataclass_fields__:
+        if tensors := [x for part in parts if (x := getattr(part, name)) is not None]:
+            values[name] = concat(tensors, micro_batches, lengths)
+    return Scores(**values)
+
+
 def _teacher_scores(request: DivergenceRequest, batch: MicroBatch) -> LikeliestTokens | TeacherHead:
     """Return the teacher's scores for the places that this context rank scores."""
 
@@ -129,7 +167,7 @@ def _teacher_scores(request: DivergenceRequest, batch: MicroBatch) -> LikeliestT
     return LikeliestTokens(here("teacher_top_ids"), log_probs[:, :-1], log_probs[:, -1])
 
 
-def _gather_context_parallel(local: Tensor, batch: MicroBatch, model: TokenModel) -> Tensor:
+def _gather_context_parallel(local: Tensor, batch: MicroBatch, model: ModelHead) -> Tensor:
     """Return the values of all context ranks in row order. Each token is scored by one rank."""
     context = model.pg_collection.cp
     if context.size() == 1:

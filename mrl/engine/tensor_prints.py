@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mrl.engine.base_digest import is_first_copy
-from mrl.engine.checkpoint import saved_tensors
 from mrl.engine.checkpoint_files import flat_shard_regions
 from mrl.engine.engine import MegatronEngine
 from mrl.models.regions import Region, extent, slices
@@ -127,7 +126,7 @@ def state_prints(engine: MegatronEngine) -> list[TensorPrint]:
     engine.memory.need("parameters", "optimizer")
     assert engine.optimizer is not None, "only a trained engine has an optimizer"
     prints, at = Prints(), engine.groups.at
-    for shard, tensor in saved_tensors(engine):
+    for shard, tensor in engine.training_state.shards():
         is_first = is_first_copy(shard, at.etp if shard.expert else at.tp)
         is_only = is_first and (at.edp if shard.expert else at.dp + at.cp) == 0
         for piece in shard.pieces:
@@ -189,7 +188,7 @@ def _add_gradients(engine: MegatronEngine, prints: Prints) -> None:
     """Add the gradients that this rank's optimizer applies, after they were summed over ranks."""
     assert engine.optimizer is not None, "only a trained engine has gradients"
     at = engine.groups.at
-    for shard, tensor in saved_tensors(engine):
+    for shard, tensor in engine.training_state.shards():
         owned = engine.optimizer.owned(tensor) if shard.trained else None
         if owned is None:
             continue

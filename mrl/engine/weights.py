@@ -14,10 +14,9 @@ from mrl.errors import EngineError, ModelError
 from mrl.models.adapters import ADAPTER_SUFFIXES
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import RankPlace
-from mrl.models.parameters import padded_vocab
 from mrl.models.regions import slices
 from mrl.models.spec import ModelSpec
-from mrl.models.table import EMBEDDING, LM_HEAD, SCORE, Head, Shard, local_name, shards_of
+from mrl.models.table import SCORE, Head, Shard, local_name, shards_of
 
 
 def rank_shards(spec: ModelSpec, head: Head, groups: ParallelGroups) -> list[Shard]:
@@ -66,14 +65,6 @@ def _named(chunk: TokenModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
         is_adapter = name.endswith(ADAPTER_SUFFIXES)
         if not is_adapter and not (tied_away and name == "output_layer.weight"):
             yield name, parameter
-
-
-def output_rows(reader: HfReader, spec: ModelSpec, vocab: int, tp_rank: int, tp: int) -> Tensor:
-    """Return a rank's rows of a model's output matrix, for a vocabulary that may be smaller than the model's."""
-    num_rows = padded_vocab(vocab, tp) // tp
-    first, stop = tp_rank * num_rows, min((tp_rank + 1) * num_rows, vocab)
-    rows = reader.read(EMBEDDING if spec.tied else LM_HEAD, ((first, stop), (0, spec.hidden)))
-    return torch.nn.functional.pad(rows, (0, 0, 0, num_rows - len(rows)))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from mrl.models.decoder import ExpertNames, Family, read_decoder
 from mrl.models.fp8_blocks import read_block
 from mrl.models.gpt_oss import GPT_OSS
 from mrl.models.hf_config import HfConfig
+from mrl.models.open_model import open_family, read_open_spec
 from mrl.models.spec import GdnSpec, MlaSpec, ModelSpec, MoeSpec
 
 
@@ -293,11 +294,18 @@ def _read_delta(config: HfConfig, *, moe: MoeSpec | None = None, interleaved: bo
     )
 
 
+class Families(dict[str, Family]):
+    """The families with a table, by `model_type`. Another one has no table."""
+
+    def __missing__(self, model_type: str) -> Family:
+        return open_family(model_type)
+
+
 _VISION_AND_MTP = ("model.visual.", "mtp.")
 _GATED_NAMES = ExpertNames(shared="mlp.shared_expert.{}_proj.weight")
 _FLOAT32_SCORES = {"moe_router_dtype": "float32"}  # otherwise vLLM rounds the scores of experts to the model's dtype
-FAMILIES = {
-    family.model_type: family
+FAMILIES = Families(
+    (family.model_type, family)
     for family in (
         Family("llama", "Llama", _read_llama),
         Family("mistral", "Mistral", _read_mistral),
@@ -330,12 +338,15 @@ FAMILIES = {
         ),
         Family("qwen3_next", "Qwen3Next", _read_qwen3_next, _GATED_NAMES, passengers=("mtp.",)),
     )
-}
+)
 
 
 def read_spec(path: str | Path) -> ModelSpec:
-    """Return the spec described by the `config.json` in a model directory."""
-    return spec_of(HfConfig.read(path))
+    """Return the spec of a model directory: of its `config.json` or, for a family without a table, of its files."""
+    config = HfConfig.read(path)
+    if "model_type" in config and config.of_language_model().text("model_type") not in FAMILIES:
+        return read_open_spec(Path(path), config)
+    return spec_of(config)
 
 
 def spec_of(config: HfConfig) -> ModelSpec:

@@ -20,10 +20,12 @@ from mrl.models import fp8_blocks, mxfp4, wrapped
 from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES
 from mrl.models.hf_config import HfConfig
+from mrl.models.open_model import NOT_WEIGHTS
+from mrl.models.parameters import padded_vocab
 from mrl.models.regions import Region, Shape, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.stored import ExpertPart
-from mrl.models.table import LM_HEAD, SCORE, Head, Shard, file_tensors
+from mrl.models.table import EMBEDDING, LM_HEAD, SCORE, Head, Shard, file_tensors
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FLOAT_TYPES = {*_DTYPES}
@@ -133,7 +135,7 @@ class HfReader:
                     problems.append(f"{weight} holds {kind}, but has scales for FP8: its numbers may be unscaled")
             elif wrapped.is_stacked(name) and may_be_stacked:
                 problems += self._format_problems(name)
-            elif name not in ignorable and not name.endswith(".rotary_emb.inv_freq"):
+            elif name not in ignorable and not name.endswith(NOT_WEIGHTS):
                 problems.append(f"{name} is unexpected")
         if problems:
             stacked = any(name.endswith(".experts.gate_up_proj") for name in self._file_of)
@@ -278,3 +280,11 @@ def load_shard(reader: HfReader, shard: Shard, model_dtype: torch.dtype) -> torc
     for piece in shard.pieces:
         tensor[slices(piece.target)] = reader.read(piece.hf, piece.source)
     return tensor
+
+
+def output_rows(reader: HfReader, spec: ModelSpec, vocab: int, tp_rank: int, tp: int) -> torch.Tensor:
+    """Return a rank's rows of a model's output matrix, for a vocabulary that may be smaller than the model's."""
+    num_rows = padded_vocab(vocab, tp) // tp
+    first, stop = tp_rank * num_rows, min((tp_rank + 1) * num_rows, vocab)
+    rows = reader.read(EMBEDDING if spec.tied else LM_HEAD, ((first, stop), (0, spec.hidden)))
+    return torch.nn.functional.pad(rows, (0, 0, 0, num_rows - len(rows)))

@@ -26,6 +26,7 @@ from mrl.errors import ModelError, problem_list
 from mrl.hub import INDEX_FILE, SINGLE_FILE
 from mrl.models.decoder import Family
 from mrl.models.families import FAMILIES
+from mrl.models.open_model import OpenSpec
 from mrl.models.regions import Region, Shape, slices, tiling_problems, whole
 from mrl.models.source_form import SourceForm
 from mrl.models.spec import ModelSpec
@@ -132,7 +133,7 @@ class HfWriter:
     def _adapt_config(self, spec: ModelSpec, head: Head, dtype: torch.dtype) -> None:
         """Write the source's configuration with another head and data type, and only with the layers written."""
         config = json.loads((self._staged / "config.json").read_text(encoding="utf-8"))
-        config = self._source.adapted(config, FAMILIES[spec.family].architecture(head))
+        config = self._source.adapted(config, _architecture(spec, head))
         if spec.num_predicting_layers and not self._source.predicts:
             config["num_nextn_predict_layers"] = 0
         config.pop("quantization_config", None)
@@ -171,6 +172,11 @@ class HfWriter:
 
     def _write_json(self, name: str, values: Any) -> None:
         (self._staged / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _architecture(spec: ModelSpec, head: Head) -> str:
+    """Return the class of transformers in the configuration."""
+    return spec.architecture if isinstance(spec, OpenSpec) else FAMILIES[spec.family].architecture(head)
 
 
 def padding_token(model: Path) -> int | None:

@@ -20,6 +20,7 @@ from mrl.models import gdn, gpt_oss, gqa, mla
 from mrl.models.decoder import attention_prefix
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
+from mrl.models.open_model import OpenSpec
 from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange, columns_of, padded_vocab, whole_tensor
 from mrl.models.regions import Region, Shape, whole
 from mrl.models.spec import ModelSpec, MoeSpec
@@ -45,6 +46,8 @@ class EngineSizes:
                 "vLLM cannot take whole tensors of gpt-oss while it runs: its loader would not notice a missing part",
                 fix="remove the setting of rollout.vllm that makes it necessary, such as quantization",
             )
+        if isinstance(spec, OpenSpec):
+            return cls(rollout.tp, whole=True)
         whole_experts = spec.moe and rollout.vllm.get("enable_expert_parallel", False)
         return cls(rollout.tp, ep=rollout.tp if whole_experts else 1, whole=whole)
 
@@ -54,6 +57,8 @@ class EngineSizes:
                 f"ep {self.ep} is not 1 or the engine's tp {self.tp}",
                 fix="vLLM spreads experts over all ranks of an engine, or splits each over all of them",
             )
+        if isinstance(spec, OpenSpec):  # vLLM itself refuses a split that it cannot do
+            return
         etp = self.tp // self.ep if spec.moe else 1
         check_layout(ParallelConfig(tp=self.tp, ep=self.ep, etp=etp), spec, of_engine=True)
         if (rows := _padded(spec.vocab)) % self.tp:
@@ -134,7 +139,9 @@ def adapter_slot_bytes(spec: ModelSpec, tp: int, rank: int, dtype: str) -> int:
 
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
     """Yield the tensors before the layers. With tied embeddings they are also the head."""
-    if sizes.whole:
+    if isinstance(spec, OpenSpec):
+        yield from _unfused(spec, spec.outer_tensors())
+    elif sizes.whole:
         yield from _unfused(spec, {EMBEDDING: (spec.vocab, spec.hidden)})
     else:
         embedding = _vocabulary(EMBEDDING, spec, sizes, rank)
@@ -142,7 +149,9 @@ def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterato
 
 
 def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:
-    """Yield the tensors after the layers."""
+    """Yield the tensors after the layers. Without a table, all tensors outside the layers come first."""
+    if isinstance(spec, OpenSpec):
+        return
     if sizes.whole:
         tensors: dict[str, Shape] = {NORM: (spec.hidden,)}
         if not spec.tied:
@@ -155,7 +164,7 @@ def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fus
 
 
 def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
-    if sizes.whole:
+    if sizes.whole or isinstance(spec, OpenSpec):
         yield from _unfused(spec, FAMILIES[spec.family].tensors(spec, layer))
         return
     prefix = f"model.layers.{layer}."

@@ -109,6 +109,7 @@ class ModelSpec:
     gdn: GdnSpec | None = None
     output_gate: bool = False  # whether a gate for each query head multiplies the output of ordinary attention
     zero_centered_norms: bool = False  # whether a norm multiplies by 1 + weight
+    layer_prefix: str = "model.layers."  # beginning of the names of layers' tensors, up to the number
     num_predicting_layers: int = 0
     """Number of extra layers in the files that predict more tokens at once. mrl does not train or export them."""
 

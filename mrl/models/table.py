@@ -15,6 +15,7 @@ from typing import Literal
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import FAMILIES
 from mrl.models.layout import RankPlace, check_layout, layers_of_chunk
+from mrl.models.open_model import OpenSpec
 from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange
 from mrl.models.regions import Region, Shape
 from mrl.models.spec import ModelSpec
@@ -112,6 +113,8 @@ def vocabulary_parameter(name: str, hf: str, spec: ModelSpec) -> Parameter:
 def hf_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
     """Return the names and shapes of all tensors of the model in Hugging Face's files."""
     FAMILIES[spec.family].architecture(head)  # raises an error if the family has no such head
+    if isinstance(spec, OpenSpec):
+        return dict(spec.weights)
     tensors: dict[str, Shape] = {EMBEDDING: (spec.vocab, spec.hidden)}
     for layer in range(spec.num_layers):
         tensors |= FAMILIES[spec.family].tensors(spec, layer)
@@ -139,6 +142,8 @@ def file_tensors(spec: ModelSpec, head: Head) -> dict[str, Shape]:
 @cache
 def float32_tensors(spec: ModelSpec) -> frozenset[str]:
     """Return the Hugging Face tensors that files and the trainer keep in float32 in models of any dtype."""
+    if isinstance(spec, OpenSpec):
+        return spec.untrained()
     shards = dense_shards(spec, ParallelConfig(), RankPlace(), "lm")
     return frozenset(piece.hf for shard in shards if shard.dtype == "float32" for piece in shard.pieces)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mrl.errors import ModelError, did_you_mean
 from mrl.hub import local_files
-from mrl.models.families import spec_of
+from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.spec import ModelSpec
 
@@ -252,6 +252,9 @@ _VARIANT = re.compile(r"(-(instruct|base|chat|thinking|hf|v?\d[\d.]*))*", re.IGN
 
 def model_spec(model: str) -> ModelSpec:
     """Return the sizes of a model: from a directory or the hub's cache, or else of a published model with that name."""
+    path = local_files(model)
+    if path is not None and (path / "config.json").is_file():
+        return read_spec(path)
     return spec_of(_config_of(model))
 
 

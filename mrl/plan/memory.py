@@ -27,16 +27,21 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.models.table import Head
-from mrl.plan.activations import forward_activations, head_bytes, stage_activations
+from mrl.plan.activations import head_bytes
 from mrl.plan.assumptions import ASSUMPTIONS, GIB, RESERVE, UNUSED
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.plan_input import PlanInput, Planned
-from mrl.plan.weights import WeightBytes, stage_weights
+from mrl.plan.sharded import gathered_bytes, role_activations, role_forward_bytes, role_weights
+from mrl.plan.weights import WeightBytes
 
 _ORIGINS = {
     "parameters": "Megatron's flat buffers, padding included",
     "gradients": "for the same elements, in float32 unless ddp.grad_reduce_in_fp32 is false",
     "optimizer": "float32 weights and Adam's two moments of the elements that the rank owns",
+}
+_SHARD_ORIGINS = {
+    "parameters": "the rank's rows of every tensor, in float32 if they are trained",
+    "optimizer": "Adam's two moments of the same elements",
 }
 
 
@@ -125,12 +130,16 @@ class Role:
     """Memory of a forward pass in addition to the weights."""
     process: int
     """Memory of the process itself."""
+    strategy: str = "megatron"
 
     def held(self, *parts: str) -> Iterator[Item]:
         """Yield the given parts of parameters, gradients and optimizer state."""
+        origins, stage = _ORIGINS, f", stage {self.stage}"
+        if self.strategy == "fsdp":
+            origins, stage = _SHARD_ORIGINS, ""
         for part in parts:
             if num_bytes := getattr(self.weights, part):  # a frozen role has only parameters
-                yield Item(self.name, part, num_bytes, f"{_ORIGINS[part]}, stage {self.stage}")
+                yield Item(self.name, part, num_bytes, f"{origins[part]}{stage}")
 
     def all_items(self) -> Iterator[Item]:
         """Yield all three, and the memory of the process itself."""
@@ -212,12 +221,12 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
     tokens = f"{model.max_tokens_per_device} tokens of a micro-batch on a device"
     item, device = partial(Item, name), config.cluster.device
     mesh = role_mesh(config, name)
-    held = stage_weights(spec, model, mesh, head, stage)
-    kept = stage_activations(spec, model, stage, batch.max_micro_batches, device)
+    held = role_weights(spec, model, mesh, head, stage)
+    kept = role_activations(spec, model, stage, batch.max_micro_batches, device)
     layer_origin = "recomputed tensors, gradients, gathered sequences, and the gradient of the largest weight"
     at_work = max(kept.at_work + held.layer_weight, held.largest_parameter)
     backward = [[item("layer at work", at_work, layer_origin)]]
-    forward = [[item("activations", forward_activations(spec, model, stage), f"{tokens}, one layer at a time")]]
+    forward = [[item("activations", role_forward_bytes(spec, model, stage), f"{tokens}, one layer at a time")]]
     if stage == model.parallel.pp - 1:
         scored, origin = partial(head_bytes, spec, model, head, device=device), f"{tokens}, if all are scored"
         more = _divergence(subject) if name == "actor" and isinstance(config, Config) else ()
@@ -225,12 +234,19 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
         forward.append([item("head", scored(backward=False), origin)])
     # Head and layers never work at the same time.
     train, score = (max(works, key=_total) for works in (backward, forward))
+    is_of_layers, working = score == forward[0], kept.at_work if train == backward[0] else 0
     activations = item("activations", kept.kept, f"{tokens}, stage {stage}")
-    train = [activations, *train, _unused(name, kept.kept + (kept.at_work if train == backward[0] else 0))]
-    score = [*score, *([_unused(name, _total(score))] if score == forward[0] else [])]
-    return Role(
-        name, stage, held, tuple(train) if name in config.trained_roles() else (), tuple(score), process_bytes(mesh)
-    )
+    if model.strategy == "fsdp":
+        whole = partial(gathered_bytes, spec, model, head)
+        origin = "whole weights of two layers and of embedding and head"
+        backward_origin = f"{origin}, and the largest whole gradient"
+        gradients = item("gradients", held.parameters, "of the rank's rows, in float32; dropped after the update")
+        train = [gradients, item("gathered", whole(backward=True), backward_origin), *train]
+        score = [item("gathered", whole(backward=False), origin), *score]
+    train = [activations, *train, _unused(name, kept.kept + working)]
+    score = [*score, *([_unused(name, _total(score))] if is_of_layers else [])]
+    work = tuple(train) if name in config.trained_roles() else ()
+    return Role(name, stage, held, work, tuple(score), process_bytes(mesh), model.strategy)
 
 
 def _unused(role: str, num_bytes: int) -> Item:

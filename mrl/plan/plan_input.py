@@ -10,12 +10,15 @@ from typing import Any, Generic, Self, TypeVar, cast
 from mrl.config.hardware import DEFAULT, Hardware, hardware
 from mrl.config.resolved.load import AnyTyped, Resolved
 from mrl.config.rules.check import check_sizes
+from mrl.config.rules.fsdp import check_fsdp
 from mrl.config.rules.model_shape import ModelShape, check_model_rules
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import ConfigError, ModelError, Problem
+from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
 from mrl.models.megatron_arguments import fused_kernels
+from mrl.models.open_model import require_table
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
@@ -30,11 +33,12 @@ class Planned(Generic[AnyTyped]):
 
     config: AnyTyped
     specs: dict[str, ModelSpec]
-    """Model of each role that Megatron runs."""
+    """Model of each role."""
     hardware: Hardware
 
     def problems(self) -> Iterator[Problem]:
         yield from check_sizes(self.config)
+        yield from check_fsdp(self.config)
         for role, spec in self.specs.items():
             num_experts = spec.moe.num_experts if spec.moe else None
             heads = (spec.num_heads, spec.num_kv_heads)
@@ -52,7 +56,10 @@ class Planned(Generic[AnyTyped]):
     def check_layouts(self) -> None:
         """Raise an error for layouts that the tables do not support."""
         for role, spec in self.specs.items():
-            check_layout(self.config.model_roles()[role].parallel, spec)
+            model = self.config.model_roles()[role]
+            if model.strategy == "megatron":
+                require_table(spec, role, FAMILIES)
+            check_layout(model.parallel, spec)
         if isinstance(self.config, Config):
             EngineSizes(self.config.rollout.tp).check(self.specs["actor"])
 
@@ -107,6 +114,7 @@ def make_plan_input(
     fused = {
         f"{role}.megatron": fused_kernels(specs[role], getattr(model, "lora", None)) | model.megatron
         for role, model in roles
+        if model.strategy == "megatron"
     }
     subject = Planned(config, specs, device).with_changes_unchecked(fused)
     if problems := list(subject.problems()):

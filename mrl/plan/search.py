@@ -100,9 +100,12 @@ def activation_ladders(subject: PlanInput) -> Iterator[list[Changes]]:
         }
         for share in shares
     ]
-    by_role = {role: _recomputations(subject, role) for role in config.trained_roles()}
+    roles = config.trained_roles().items()
+    by_role = {role: _recomputations(subject, role) for role, model in roles if model.strategy == "megatron"}
+    sharded = {f"{role}.fsdp.recompute": True for role, model in roles if model.strategy == "fsdp"}
     yield [
         {f"{role}.megatron.{key}": value for role, ways in by_role.items() for key, value in ways[cost].items()}
+        | sharded
         for cost in (1, 2)
     ]
 
@@ -119,6 +122,8 @@ def _recomputations(subject: PlanInput, role: str) -> tuple[Changes, Changes, Ch
 def _split_more(subject: PlanInput, axis: str, factor: int) -> Changes:
     changes: Changes = {}
     for role, model in subject.config.model_roles().items():
+        if model.strategy == "fsdp":
+            continue
         size = getattr(model.parallel, axis) * factor
         changes[f"{role}.parallel.{axis}"] = size
         if axis == "tp" and size > 1:

@@ -20,6 +20,7 @@ from mrl.config.arithmetic import (
     num_engines,
     role_mesh,
     samples_per_step,
+    shard_size,
     updates_per_step,
 )
 from mrl.config.mesh import Mesh
@@ -34,8 +35,10 @@ from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import head_of, scoring_phase
 from mrl.plan.plan_input import PlanInput
-from mrl.plan.weights import buffers, stage_weights
+from mrl.plan.sharded import exchanged_bytes, role_weights
+from mrl.plan.weights import buffers
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
+from mrl.weight_sync.row_planner import RowIntersections
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,18 @@ class RankTraffic:
 class ReshardTraffic:
     """Traffic between a training layout and the engines of one size on the same devices."""
 
-    def __init__(self, spec: ModelSpec, layout: ParallelConfig, mesh: Mesh, tp: int, devices_per_node: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: ParallelConfig,
+        mesh: Mesh,
+        tp: int,
+        devices_per_node: int,
+        intersections: ShardIntersections | None = None,
+    ) -> None:
         self._spec, self._mesh, self._tp, self._devices_per_node = spec, mesh, tp, devices_per_node
         self._groups = _groups(spec, layout)
-        self._regions = ShardIntersections(spec, layout, EngineSizes(tp)).regions
+        self._regions = (intersections or ShardIntersections(spec, layout, EngineSizes(tp))).regions
         self._is_near = cache(self._has_copy)
 
     def received(self, rank: int) -> RankTraffic:
@@ -268,6 +279,11 @@ def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> d
         "launches": passes * per_update * num_updates * _layer_launches_s(subject, role) / mesh.pp,
         "links": passes * tokens / (mesh.dp * mesh.cp) * _link_s_per_token(subject, role, mesh) / mesh.pp,
     }
+    if model.strategy == "fsdp":
+        exchanged = per_update * num_updates * exchanged_bytes(spec, model, mesh, trains=trains)
+        span = model.fsdp.shard_size or mesh.world_size
+        parts["whole weights and gradients"] = exchanged * _s_per_byte(subject, span)
+        return parts
     parts["pipeline bubble"] = (mesh.pp - 1) / (per_update * model.parallel.vpp) * sum(parts.values())
     if trains:
         parts["gradients and weights over the ranks"] = num_updates * _reduction_s(subject, role, mesh)
@@ -276,6 +292,8 @@ def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> d
 
 def _recomputed_share(spec: ModelSpec, model: MegatronModelConfig) -> float:
     """Return the share of a forward pass that is recomputed in backward."""
+    if model.strategy == "fsdp":
+        return 1.0 if model.fsdp.recompute else 0.0
     granularity = model.megatron.get("recompute_granularity")
     if granularity == "selective":
         return spec.mlp_share if {"mlp", "moe"} & set(model.megatron.get("recompute_modules") or ()) else 0.0
@@ -335,6 +353,11 @@ def _sent_elements(subject: PlanInput) -> tuple[float, float]:
     """Return the elements that the busiest device sends or receives within its node, and over the network."""
     config, spec, here = subject.config, subject.specs["actor"], subject.config.cluster.devices_per_node
     model, mesh = config.actor, role_mesh(config, "actor")
+    if (shards := shard_size(config, "actor")) is not None:
+        of_rows = RowIntersections(spec, shards, EngineSizes(config.rollout.tp))
+        of_shards = Mesh(mesh.world_size, tp=shards)
+        traffic = ReshardTraffic(spec, ParallelConfig(), of_shards, config.rollout.tp, here, of_rows).busiest()
+        return traffic.link, traffic.network
     traffic = ReshardTraffic(spec, model.parallel, mesh, config.rollout.tp, here).busiest()
     return traffic.link, traffic.network
 
@@ -359,6 +382,6 @@ def _weights(subject: PlanInput) -> dict[str, float]:
     inside, outside = inside / device.link_bytes_per_s, outside / device.network_bytes_per_s
     parts = {"reshard": max(inside, outside) * ITEM_BYTES[dtype] / ASSUMPTIONS.link_efficiency}
     if config.sync.offload:
-        held = stage_weights(spec, model, mesh, "lm", 0)
+        held = role_weights(spec, model, mesh, "lm", 0)
         parts["to the host and back"] = 2 * (held.parameters + held.optimizer) / device.host_bytes_per_s
     return parts

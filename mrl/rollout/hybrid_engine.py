@@ -25,9 +25,11 @@ from mrl.config.arithmetic import (
     cache_in_flight,
     devices_per_engine_node,
     has_own_rollout_pool,
+    held_dtype,
     longest_sample_tokens,
     num_engines,
     rollout_devices,
+    shard_size,
 )
 from mrl.config.mesh import Mesh
 from mrl.config.schema import Config
@@ -131,7 +133,8 @@ class HybridEngine:
                 socket_path(self._sockets, REPLICA.format(worker // tp), worker % tp) for worker in range(num_workers)
             ),
             dtype=self._settings(0).dtype,
-            trained_dtype=config.actor.dtype,
+            trained_dtype=held_dtype(config.actor),
+            shard_size=shard_size(config, "actor"),
             bucket_bytes=config.sync.bucket_bytes,
             timeout_s=self._context.deadlines.call_s,
             rendezvous=self._receivers.rendezvous() if self._receivers else None,

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import torch
 
-from mrl.config.arithmetic import make_mesh
 from mrl.config.schema import ParallelConfig
 from mrl.controller import Dispatch, RankInfo, Rendezvous, Worker, register
 from mrl.controller.transport import ColumnStore
@@ -32,8 +31,8 @@ from mrl.rollout.engine import (
 from mrl.rollout.requests import Generated, GenerationRequest, Routes, Sampling
 from mrl.rollout.schedule import CallKind, Schedule, ScheduledCall, schedule_path
 from mrl.rollout.stored_routes import routes_of, take_out
-from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
+from mrl.weight_sync.row_planner import planner_of
 
 T = TypeVar("T")
 _LOOK_S = 0.002
@@ -237,7 +236,7 @@ class WeightReceiver(Worker):
         route = replace(route, rendezvous=self.place.rendezvous)
         transport = route.transport(num_trainers + self.rank, torch.device(device))
         spec = read_spec(node_copy(model))
-        planner = ReshardPlanner(spec, parallel, make_mesh(parallel, num_trainers), route.layout)
+        planner = planner_of(spec, parallel, num_trainers, route)
         self._resharder = Resharder(planner, transport, {}, route)
 
     @register(Dispatch.ONE_TO_ALL)

@@ -30,6 +30,7 @@ from mrl.errors import RolloutError
 from mrl.files import write_text
 from mrl.models.families import FAMILIES, read_spec
 from mrl.models.hf_config import HfConfig
+from mrl.models.open_model import OpenSpec
 from mrl.rollout.capacity import EngineDemand, engine_capacity
 from mrl.rollout.engine import Cache, EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.engine_adapters import EngineAdapters
@@ -56,6 +57,8 @@ class VllmEngine(RolloutEngine):
         init_info = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
         self.full_tensor_reason = next(filter(None, self._on_workers("full_tensor_reason")), "")
+        if isinstance(spec := read_spec(settings.model), OpenSpec):
+            self.full_tensor_reason = f"mrl has no table for the family {spec.family}"
         if self.full_tensor_reason and settings.adapter_rank:
             raise RolloutError(
                 f"adapters need weights that can be written directly, but {self.full_tensor_reason}",

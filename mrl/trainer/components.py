@@ -25,8 +25,9 @@ from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.errors import RewardError, WorkerDied
 from mrl.events import EventLog, ModelLoaded, Warned
-from mrl.models.families import read_spec
+from mrl.models.families import FAMILIES, read_spec
 from mrl.models.hf_reader import HfReader
+from mrl.models.open_model import require_table
 from mrl.observe.metrics import StepTimer
 from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
@@ -191,6 +192,8 @@ def manager_class(config: RewardConfig) -> type[RewardManager]:
 def check_model(setup: ModelSetup) -> None:
     """Raise an error if the headers of the model's files contradict its config.json."""
     spec = read_spec(setup.path)
+    if setup.settings.strategy == "megatron":
+        require_table(spec, "the role", FAMILIES)
     HfReader(setup.path).check(spec, setup.head, setup.new_head)
 
 

@@ -19,6 +19,7 @@ from mrl.data.chat import ChatTokenizer
 from mrl.errors import AuditFailed
 from mrl.events import EventLog, ModelCompared
 from mrl.models.families import read_spec
+from mrl.models.open_model import OpenSpec
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.engine_probe import TEXT
@@ -38,7 +39,9 @@ class ModelProbe:
         self, setups: Mapping[str, ModelSetup], tokenizer: ChatTokenizer, events: EventLog, timeout_s: float
     ) -> None:
         (ids,) = tokenizer([TEXT], add_special_tokens=False)["input_ids"]
-        self._setups, self._ids, self._events = setups, torch.tensor(ids[:MAX_TOKENS]), events
+        # A model without a table is compared with transformers where it is loaded, by `fsdp/probe.py`.
+        self._setups = {role: own for role, own in setups.items() if not isinstance(read_spec(own.path), OpenSpec)}
+        self._ids, self._events = torch.tensor(ids[:MAX_TOKENS]), events
         self._timeout_s = timeout_s
         self._is_over = threading.Event()
         self._answers: dict[str, Future[ModelAnswer]] = {}

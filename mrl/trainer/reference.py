@@ -148,11 +148,13 @@ def _identity(config: DpoConfig) -> dict[str, Any]:
 
 def _layout(config: DpoConfig) -> dict[str, Any]:
     sizes = {"devices": role_devices(config, "actor"), "max_tokens_per_device": config.actor.max_tokens_per_device}
-    return asdict(config.actor.parallel) | sizes
+    strategy = {"strategy": "fsdp"} if config.actor.strategy == "fsdp" else {}
+    return asdict(config.actor.parallel) | sizes | strategy
 
 
 def _changes(saved: dict[str, Any], current: dict[str, Any]) -> str:
-    return "; ".join(f"{key} was {saved[key]}, now {value}" for key, value in current.items() if saved[key] != value)
+    before = {"strategy": "megatron", **saved}
+    return "; ".join(f"{key} was {before[key]}, now {value}" for key, value in current.items() if before[key] != value)
 
 
 def num_groups(batch: DataProto) -> int:

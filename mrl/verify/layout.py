@@ -21,8 +21,9 @@ from mrl.config.lora import LoraConfig
 from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelConfig
 from mrl.dtypes import torch_dtype
 from mrl.engine.adapter_files import merge_peft, write_peft
+from mrl.errors import ModelError
 from mrl.models.adapters import adapter_tensors
-from mrl.models.families import read_spec
+from mrl.models.families import FAMILIES, read_spec
 from mrl.models.small import small_config
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
@@ -126,6 +127,9 @@ def verify_layout(
 ) -> Verified:
     """Measure a role. `model` is the content of the model's `config.json`."""
     parallel = settings.parallel
+    if model["model_type"] not in FAMILIES:
+        what = f"the family {model['model_type']} has no table, so there is no layout of Megatron to compare with"
+        raise ModelError(what, fix="start the run: strategy=fsdp compares each model with transformers when it loads")
     # No token is padding: its embedding would be zero, where a norm magnifies rounding a thousand times.
     small = {**small_config(model, parallel), "pad_token_id": None}
     path = make_random(small, head, directory, torch_dtype(settings.dtype))
@@ -144,7 +148,10 @@ def verify_layout(
     )
     oracle = transformers_scores(whole, alone)
     one = merge_ranks([run_distributed(1, _measure, [alone], timeout_s=_LIMIT_S, device=device)[0][0]])
+    size = settings.fsdp.shard_size
+    shard_size = size if size is not None and num_ranks % size == 0 else None
     layout_case = replace(alone, parallel=parallel, megatron=settings.megatron, ddp=ddp)
+    layout_case = replace(layout_case, strategy=settings.strategy, shard_size=shard_size)
     cases = [replace(layout_case, max_tokens=budget) for budget in BUDGETS]
     by_rank = run_distributed(num_ranks, _measure, cases, timeout_s=_LIMIT_S, device=device)
     results = [merge_ranks(list(ranks)) for ranks in zip(*by_rank, strict=True)]

@@ -23,14 +23,16 @@ from mrl.algos.losses import PolicyTokens, ValueTokens
 from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
 from mrl.algos.rows import Rows
 from mrl.config.algorithm import LossConfig
+from mrl.config.fsdp import FsdpConfig
 from mrl.config.lora import LoraConfig
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.data.packing import plan_step
-from mrl.engine import weights
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.scores import LossFunction, LossInput, LossOutput, ScoreRequest
+from mrl.fsdp.engine import FsdpEngine, FsdpRequest
+from mrl.fsdp.parallel import shard_groups
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.mla import set_latent_epsilon
@@ -38,6 +40,7 @@ from mrl.models.regions import Region, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head
 
+Engine = MegatronEngine | FsdpEngine
 Floats = npt.NDArray[np.float64]
 HORIZON_TOKENS = 32
 TEMPERATURE = 0.9
@@ -66,6 +69,9 @@ class ParityCase:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     lora: LoraConfig | None = None
+    strategy: Literal["megatron", "fsdp"] = "megatron"
+    shard_size: int | None = None
+    """Ranks that share a copy of the model, with the strategy `fsdp`."""
     routes: bool = False
     """Whether most tokens are sent to random experts, as router replay does."""
 
@@ -87,6 +93,8 @@ class ParityCase:
             ddp=dict(self.ddp),
             optimizer={**OPTIMIZER, **self.optimizer},
             lora=self.lora,
+            strategy=self.strategy,
+            fsdp=FsdpConfig(shard_size=self.shard_size),
         )
 
 
@@ -156,13 +164,18 @@ def measure(cases: list[ParityCase]) -> list[RankResult]:
 
 def measure_one(case: ParityCase) -> RankResult:
     spec = read_spec(case.model)
+    if case.strategy == "fsdp":
+        with shard_groups(case.parallel, case.shard_size, seed=1) as own_groups:
+            sharded = FsdpEngine(FsdpRequest(spec, case.head, case.settings), own_groups)
+            sharded.load(HfReader(case.model))
+            return _measure(sharded, spec, case, own_groups)
     with model_parallel(case.parallel, seed=1) as groups:
         engine = MegatronEngine(EngineRequest(spec, case.head, case.settings, replays_routes=case.routes), groups)
         engine.load(HfReader(case.model))
         return _measure(engine, spec, case, groups)
 
 
-def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: ParallelGroups) -> RankResult:
+def _measure(engine: Engine, spec: ModelSpec, case: ParityCase, groups: ParallelGroups) -> RankResult:
     rows = make_rows(spec, case)
     shards = [_shard(rows, budget, engine, groups) for budget in case.budgets]
     request = ScoreRequest(temperature=TEMPERATURE, entropy="grad")
@@ -181,7 +194,7 @@ def _measure(engine: MegatronEngine, spec: ModelSpec, case: ParityCase, groups: 
         # Context and tensor ranks all have the whole loss of their rows: only one of them reports it.
         losses=tuple(losses) if groups.mesh.is_output_rank(groups.at.rank) else (0.0,) * len(losses),
         grad_norms=tuple(norms),
-        held=_held(engine, groups, spec, case.head),
+        held=_held(engine),
     )
 
 
@@ -194,7 +207,7 @@ class _Shard:
     micro_batches: list[npt.NDArray[np.int64]]
 
 
-def _shard(rows: TokenRows, max_tokens: int, engine: MegatronEngine, groups: ParallelGroups) -> _Shard:
+def _shard(rows: TokenRows, max_tokens: int, engine: Engine, groups: ParallelGroups) -> _Shard:
     plan = plan_step(rows.lengths, groups.mesh.dp, max_tokens, engine.packing)
     own_part = plan[groups.at.dp]
     numbers = np.sort(np.concatenate(own_part))
@@ -208,7 +221,7 @@ def _by_row(values: torch.Tensor | None, shard: _Shard) -> dict[int, Floats]:
     return {number: part.numpy() for number, part in zip(shard.numbers, parts, strict=True)}
 
 
-def _held(engine: MegatronEngine, groups: ParallelGroups, spec: ModelSpec, head: Head) -> list[HeldParameter]:
+def _held(engine: Engine) -> list[HeldParameter]:
     adapters = () if engine.adapters is None else engine.adapters.held()
     return [
         HeldParameter(
@@ -216,7 +229,7 @@ def _held(engine: MegatronEngine, groups: ParallelGroups, spec: ModelSpec, head:
             piece.source,
             parameter[slices(piece.target)].detach().float().cpu().numpy(),
         )
-        for shard, parameter in (*weights.held_tensors(engine.models, spec, head, groups), *adapters)
+        for shard, parameter in (*engine.held_tensors(), *adapters)
         for piece in shard.pieces
     ]
 

@@ -167,7 +167,14 @@ class RankPlan:
 class ReshardPlanner:
     """Plans the transfers of any rank of a training layout and its engines."""
 
-    def __init__(self, spec: ModelSpec, layout: ParallelConfig, mesh: Mesh, rollout: RolloutLayout) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: ParallelConfig,
+        mesh: Mesh,
+        rollout: RolloutLayout,
+        intersections: ShardIntersections | None = None,
+    ) -> None:
         check_layout(layout, spec)
         rollout.check(spec, mesh.world_size)
         self.spec, self.layout, self.mesh, self.rollout = spec, layout, mesh, rollout
@@ -175,7 +182,7 @@ class ReshardPlanner:
         self._worker_of = {host: worker for worker, host in enumerate(rollout.hosts)}
         self._leader_of = rollout.leaders if rollout.in_step else {}
         self.groups = self._groups()
-        self._regions = ShardIntersections(spec, layout, rollout.sizes).regions
+        self._regions = (intersections or ShardIntersections(spec, layout, rollout.sizes)).regions
         self._workers = Workers(rollout.hosts, rollout.nodes, rollout.sizes.tp)
         self._copies = cache(self._find_copies)
         self._wide = float32_tensors(spec)
@@ -291,7 +298,8 @@ class ReshardPlanner:
                 if start + num_bytes > sizes.slot_bytes and buckets[-1]:
                     buckets.append([])
                     start = 0
-                buckets[-1].append(PlannedTensor(_name(fused, group), fused, start, number, index))
+                name = _name(fused, group, self.spec.layer_prefix)
+                buckets[-1].append(PlannedTensor(name, fused, start, number, index))
                 end = start + num_bytes
         return buckets
 
@@ -361,8 +369,8 @@ def _places(buckets: list[list[PlannedTensor]]) -> dict[tuple[int, int], tuple[i
     }
 
 
-def _name(fused: Fused, group: LayerGroup) -> str:
+def _name(fused: Fused, group: LayerGroup, prefix: str) -> str:
     """Return the name of an example layer's tensor in another group."""
     if group.kind in ("embedding", "head"):
         return fused.name
-    return f"model.layers.{group.layer}.{fused.name.split('.', 3)[3]}"
+    return f"{prefix}{group.layer}.{fused.name.removeprefix(prefix).split('.', 1)[1]}"

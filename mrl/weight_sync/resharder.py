@@ -60,6 +60,9 @@ class WeightSyncSpec:
     rendezvous: Rendezvous | None = None
     """Meeting point of trainer ranks and receivers; None if the engines are on the trainer's devices."""
 
+    shard_size: int | None = None
+    """Number of trainer ranks that share one copy of a model that torch shards; None if Megatron runs it."""
+
     adapters: Path | None = None
     """Directory for the adapters of each version, which engines read; None if engines get merged weights."""
 

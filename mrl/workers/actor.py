@@ -30,16 +30,15 @@ from mrl.engine.adapter_files import write_peft
 from mrl.engine.merging import MergedWeights
 from mrl.engine.scores import DivergenceRequest, LossInput, LossOutput, ScoreRequest
 from mrl.engine.vocab_head import EntropyUse
-from mrl.engine.weights import held_tensors, output_rows
 from mrl.errors import BatchError
 from mrl.hub import node_copy
 from mrl.models.families import read_spec
-from mrl.models.hf_reader import HfReader
+from mrl.models.hf_reader import HfReader, output_rows
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.weight_sync.exchange import Held
-from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
+from mrl.weight_sync.row_planner import planner_of
 from mrl.weight_sync.vllm_adapters import adapter_directory, adapters_digest
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
@@ -146,12 +145,11 @@ class ActorRolloutRefWorker(ModelWorker):
     def prepare_sending(self, route: WeightSyncSpec) -> None:
         """Plan the transfer of this rank's weights to the engines."""
         groups, spec = self.engine.groups, self.engine.request.spec
-        shards = held_tensors(self.engine.models, spec, "lm", groups)
-        held: Held = {(shard.chunk, shard.name): tensor for shard, tensor in shards}
+        held: Held = {(shard.chunk, shard.name): tensor for shard, tensor in self.engine.held_tensors()}
         self._adapters = route.adapters
         if self.engine.adapters is not None and route.adapters is None:
             held = self._merged = self.engine.adapters.merged(held, torch_dtype(route.dtype))
-        planner = ReshardPlanner(spec, groups.parallel, groups.mesh, route.layout)
+        planner = planner_of(spec, groups.parallel, groups.mesh.world_size, route)
         transport = route.transport(self.rank, groups.device)
         self._resharder = Resharder(planner, transport, held, route)
 

@@ -1,10 +1,11 @@
-"""Base of all model workers: a Megatron engine, and conversions between batches and rows."""
+"""Base of all model workers: an engine, and conversions between batches and rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,19 +15,21 @@ from torch import Tensor
 from mrl.algos.rows import Rows
 from mrl.controller import Dispatch, RankInfo, register
 from mrl.engine import checkpoint
-from mrl.engine.engine import EngineRequest, MegatronEngine
+from mrl.engine.groups import take_device
 from mrl.engine.offload import PartName, WeightCopy
 from mrl.engine.packed_rows import TokenRows
-from mrl.engine.parallel import model_parallel, take_device
 from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores
 from mrl.hub import node_copy
-from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.rollout.engine import RoleMemory
 from mrl.workers.messages import PROBED, MicroBatchSizes, ModelFacts, ModelSetup, UpdateReport
 from mrl.workers.recorded import RecordedWorker
+from mrl.workers.strategies import make_engine, open_groups
+
+if TYPE_CHECKING:
+    from mrl.engine.engine import MegatronEngine
 
 
 class ModelWorker(RecordedWorker):
@@ -35,7 +38,7 @@ class ModelWorker(RecordedWorker):
     def __init__(self, place: RankInfo, setup: ModelSetup) -> None:
         super().__init__(place)
         self.setup = replace(setup, path=str(node_copy(setup.path)))
-        self.engine: MegatronEngine
+        self.engine: MegatronEngine  # or an `FsdpEngine`, which has the same methods
         self.reference: WeightCopy
         self._groups = ExitStack()
         self._save: checkpoint.PendingSave | None = None
@@ -44,17 +47,9 @@ class ModelWorker(RecordedWorker):
     def init_model(self) -> ModelFacts:
         setup = self.setup
         self.init_process_group(take_device(self.place.local_rank), setup.timeout_s)
-        groups = self._groups.enter_context(model_parallel(setup.settings.parallel, setup.seed))
-        spec = read_spec(setup.path)
-        request = EngineRequest(
-            spec,
-            setup.head,
-            setup.settings,
-            new_head=setup.new_head,
-            seed=setup.seed,
-            replays_routes=setup.replays_routes,
-        )
-        self.engine = MegatronEngine(request, groups)
+        groups = self._groups.enter_context(open_groups(setup.settings, setup.seed))
+        self.engine = make_engine(setup, groups)
+        spec = self.engine.request.spec
         self.engine.load(HfReader(setup.path))
         if setup.keeps_reference:
             self.reference = self.engine.memory.copy_weights()

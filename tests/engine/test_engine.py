@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from mrl.engine.checkpoint import random_states, set_random_states
 from mrl.engine.engine import EngineRequest, MegatronEngine
 from mrl.engine.parallel import ParallelGroups, model_parallel
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
+from mrl.engine.training_state import MegatronState
 from mrl.engine.weights import held_tensors
 from mrl.errors import EngineError, ModelError, MrlError
 from mrl.models.families import read_spec
@@ -60,11 +61,12 @@ def drawing(groups: ParallelGroups) -> Found:
         return [*torch.rand(2).tolist(), *tracked]
 
     torch.manual_seed(3)
-    states = random_states()
+    state = MegatronState(groups, [], *[cast(Any, None)] * 4)
+    states = random_states(state)
     first, second = draw(), draw()
-    set_random_states(states)
+    set_random_states(state, states)
     again = draw()
-    set_random_states(states)  # the states are copies: drawing has not moved them
+    set_random_states(state, states)  # the states are copies: drawing has not moved them
     return {"names": sorted(states), "first": first, "second": second, "again": [again, draw()]}
 
 

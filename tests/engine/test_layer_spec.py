@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mrl.engine.layer_spec import _in_blocks, _varlen, has_transformer_engine
+from mrl.engine.layer_spec import has_transformer_engine
+from mrl.engine.packed_attention import in_blocks, varlen
 from mrl.engine.segments import Segments
 
 STORED = np.array([4, 12, 8])
@@ -62,7 +63,7 @@ def test_the_kernel_of_each_torch_is_called_as_it_wants_and_attends_as_on_the_cp
         segments = Segments.of(STORED, cp, rank, torch.device("cpu"))
         query = torch.randn(int(STORED.sum()) // cp, HEADS, DIM)
         qkv = (query, key, value)
-        torch.testing.assert_close(_varlen(qkv, segments, None, reach), _in_blocks(qkv, segments, None, reach))
+        torch.testing.assert_close(varlen(qkv, segments, None, reach), in_blocks(qkv, segments, None, reach))
 
 
 def test_layers_of_transformer_engine_need_its_extension_and_a_gpu(

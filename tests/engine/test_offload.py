@@ -20,6 +20,7 @@ from mrl.engine.offload import (
     HostMirroredStorage,
     PartName,
     free_unused_memory,
+    memory_of,
     pinned_memory,
 )
 from mrl.engine.parallel import model_parallel
@@ -346,7 +347,7 @@ def memory_on_gpu() -> DeviceMemory:
     """Return the memory of a model with an optimizer that claims to be on a GPU."""
     buffer = SimpleNamespace(param_data=torch.ones(40), grad_data=torch.ones(40))
     optimizer: Any = SimpleNamespace(buffers=[buffer], state_tensors=lambda: [torch.ones(80)])
-    memory = DeviceMemory([], optimizer, torch.device("cpu"))
+    memory = memory_of([], optimizer, torch.device("cpu"))
     memory._device = torch.device("cuda")
     return memory
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mrl.engine.packed_params import packed_params
 from mrl.engine.packed_rows import MicroBatch, SequenceSharding, TokenRows, concat, pack
 from mrl.errors import BatchError
 
@@ -97,9 +98,10 @@ def test_ranks_share_the_tokens_evenly_and_hold_all_of_them(
     assert sorted(tokens[tokens > 0].tolist()) == list(range(100, 100 + sum(lengths)))
     row_multiple = SequenceSharding(cp, 0, parts).row_multiple
     for batch in batches:
-        ends = batch.params.cu_seqlens_q
+        ends = batch.ends
         assert ends.dtype == torch.int32
-        assert torch.equal(ends, batch.params.cu_seqlens_kv)
+        assert torch.equal(ends, packed_params(batch).cu_seqlens_q)
+        assert torch.equal(ends, packed_params(batch).cu_seqlens_kv)
         assert ends[0] == 0
         assert ends[-1] == here * cp
         stored = ends.diff().tolist()
@@ -107,10 +109,10 @@ def test_ranks_share_the_tokens_evenly_and_hold_all_of_them(
         assert stored[: len(lengths)] == wanted
         assert len(stored) <= len(lengths) + 1
         assert sum(stored) - sum(wanted) < SequenceSharding(cp, 0, parts).pack_multiple or not lengths
-        assert batch.params.max_seqlen_q == batch.params.max_seqlen_kv == max(stored)
-        assert batch.params.qkv_format == "thd"
-        assert batch.params.segments is not None
-        assert batch.params.segments.query_lengths.sum() == here
+        assert packed_params(batch).max_seqlen_q == packed_params(batch).max_seqlen_kv == max(stored)
+        assert packed_params(batch).qkv_format == "thd"
+        assert packed_params(batch).segments is batch.segments
+        assert batch.segments.query_lengths.sum() == here
 
 
 def test_a_row_lies_as_its_rank_and_the_mirror_image_of_it() -> None:
@@ -121,9 +123,9 @@ def test_a_row_lies_as_its_rank_and_the_mirror_image_of_it() -> None:
 
 
 def test_what_fits_gets_no_row_of_padding() -> None:
-    assert pack(rows_of([4, 4], [1, 1]), SequenceSharding(1, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 4, 8]
-    assert pack(rows_of([4, 3], [1, 1]), SequenceSharding(1, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 4, 7, 8]
-    assert pack(rows_of([], []), SequenceSharding(2, 0, 4), CPU).params.cu_seqlens_q.tolist() == [0, 8]
+    assert pack(rows_of([4, 4], [1, 1]), SequenceSharding(1, 0, 4), CPU).ends.tolist() == [0, 4, 8]
+    assert pack(rows_of([4, 3], [1, 1]), SequenceSharding(1, 0, 4), CPU).ends.tolist() == [0, 4, 7, 8]
+    assert pack(rows_of([], []), SequenceSharding(2, 0, 4), CPU).ends.tolist() == [0, 8]
 
 
 def test_rows_are_taken_in_the_order_that_is_asked_for_with_what_is_theirs() -> None:

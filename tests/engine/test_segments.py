@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.engine.layer_spec import _in_blocks
+from mrl.engine.packed_attention import in_blocks
 from mrl.engine.packed_rows import SequenceSharding, _local_places
 from mrl.engine.segments import _WASTE, Block, Segments
 
@@ -108,7 +108,7 @@ def test_without_context_ranks_keys_stay_as_they_are() -> None:
 @pytest.mark.parametrize("reach", [None, 3])
 @pytest.mark.parametrize("scale", [None, 0.3])
 @pytest.mark.parametrize("cp", [1, 2])
-def test_attention_in_blocks_is_attention_row_by_row(cp: int, scale: float | None, reach: int | None) -> None:
+def test_attentionin_blocks_is_attention_row_by_row(cp: int, scale: float | None, reach: int | None) -> None:
     noise = torch.Generator().manual_seed(0)
     stored = stored_of([2, 9, 5, 1, 8], cp)
     total, num_heads, num_groups, size = int(stored.sum()), 4, 2, 8
@@ -123,5 +123,5 @@ def test_attention_in_blocks_is_attention_row_by_row(cp: int, scale: float | Non
     for rank in range(cp):
         here = torch.from_numpy(places_here(stored, SequenceSharding(cp, rank)))
         segments = Segments.of(stored, cp, rank, CPU)
-        found = _in_blocks((query[here], key, value), segments, scale, reach)
+        found = in_blocks((query[here], key, value), segments, scale, reach)
         torch.testing.assert_close(found, whole[here], rtol=1e-5, atol=1e-6)

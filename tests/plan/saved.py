@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mrl.config.schema import ParallelConfig, TrainedModelConfig
 from mrl.engine.engine import EngineRequest, MegatronEngine
-from mrl.engine.offload import DeviceMemory
+from mrl.engine.offload import memory_of
 from mrl.engine.optimizer import Optimizer
 from mrl.engine.packed_rows import TokenRows
 from mrl.engine.parallel import model_parallel
@@ -76,7 +76,7 @@ def _saved(spec: ModelSpec, settings: TrainedModelConfig) -> int:
         for parameter in parameters:
             torch.nn.init.normal_(parameter, std=0.02)
         engine.optimizer = Optimizer(engine.models, settings)
-        engine.memory = DeviceMemory(engine.models, engine.optimizer, groups.device)
+        engine.memory = memory_of(engine.models, engine.optimizer, groups.device)
         own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
 

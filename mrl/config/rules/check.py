@@ -15,6 +15,7 @@ from mrl.config.rules.batch import check_batch
 from mrl.config.rules.cluster import check_cluster, check_placement
 from mrl.config.rules.components import check_components, missing_modules
 from mrl.config.rules.data import check_data, unchecked_data
+from mrl.config.rules.fsdp import check_fsdp
 from mrl.config.rules.judge import check_judge
 from mrl.config.rules.lora import check_lora
 from mrl.config.rules.model_shape import check_model_rules, read_model_shape, unchecked
@@ -52,7 +53,7 @@ def check(config: AnyConfig) -> tuple[list[Problem], list[str]]:
 def check_rules(config: AnyConfig) -> Iterator[Problem]:
     """Yield every problem between the keys of a configuration. The caller adds their origins."""
     yield from check_sizes(config)
-    for check_any in (check_data, check_components, check_training, check_validation, check_lora):
+    for check_any in (check_data, check_components, check_training, check_validation, check_lora, check_fsdp):
         yield from check_any(config)
     if isinstance(config, SftConfig):
         yield from check_preference(config)

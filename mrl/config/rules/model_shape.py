@@ -10,6 +10,7 @@ from typing import Any
 from mrl import files
 from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.rules import gpt_oss
+from mrl.config.rules.fsdp import check_fsdp_family
 from mrl.config.rules.lora import check_lora_targets
 from mrl.config.rules.problems import near_divisors, nearest, problem
 from mrl.config.schema import Config, MegatronModelConfig, TrainedModelConfig
@@ -103,9 +104,10 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _experts(role, model, shape)
         yield from check_lora_targets(config, role, shape.experts)
         yield from _router_bias(config, role, shape)
+        yield from check_fsdp_family(role, model, shape.family)
         yield from _latent(role, model, shape)
         yield from _linear_attention(role, model, shape)
-        if config.cluster.device == "gpu":
+        if config.cluster.device == "gpu" and model.strategy == "megatron":
             yield from _window(f"{role}.parallel.cp", model.parallel.cp, shape)
         if shape.family == gpt_oss.FAMILY:
             yield from gpt_oss.check_gpt_oss(role, model, shape.kv_heads)

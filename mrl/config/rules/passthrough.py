@@ -32,9 +32,11 @@ def check_passthrough(config: AnyConfig) -> tuple[list[Problem], list[str]]:
 
 def _sections(config: AnyConfig) -> Iterator[tuple[KeyPath, Target, dict[str, Any]]]:
     for role, model in config.model_roles().items():
-        yield (role, "megatron"), TRANSFORMER, model.megatron
+        if model.strategy == "megatron":  # `rules/fsdp.py` refuses these keys
+            yield (role, "megatron"), TRANSFORMER, model.megatron
     for role, trained in config.trained_roles().items():
-        yield (role, "ddp"), DDP, trained.ddp
+        if trained.strategy == "megatron":
+            yield (role, "ddp"), DDP, trained.ddp
         yield (role, "optimizer"), OPTIMIZER, trained.optimizer
     if isinstance(config, Config):
         yield ("rollout", "vllm"), ENGINE, config.rollout.vllm
