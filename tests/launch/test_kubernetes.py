@@ -178,6 +178,7 @@ def test_the_head_lets_the_run_save_before_it_ends(ray_job: dict[str, Any], tmp_
             reaped: list[int] = []
             hooked = subprocess.Popen([*shell, hook])
             reaped.append(process.wait(20))
+            assert hooked.poll() is None, "the hook waits until the run has ended"
             assert hooked.wait(20) == 0
             assert reaped == [75]
             assert 0.9 < time.monotonic() - began < 10
