@@ -213,7 +213,7 @@ def flat_shard_regions(shard: Shard, start: int, state: State) -> Iterator[tuple
     for place, first, last in _rectangles(shard.shape, start, start + length):
         views = {name: flat[first - start : last - start].view(extent(place)) for name, flat in state.items()}
         for piece in shard.pieces:
-            if common := intersection(place, piece.target):
+            if (common := intersection(place, piece.target)) is not None:
                 inside = slices(relative(common, place))
                 box = moved(common, piece.target, piece.source)
                 yield piece.hf, box, {name: view[inside] for name, view in views.items()}

@@ -67,7 +67,7 @@ class ShardIntersections:
             copies: dict[ShardOwner, list[RegionCopy]] = defaultdict(list)
             for piece in fused.pieces:
                 for owner, name, source, target in pieces_by_name.get(piece.hf, ()):
-                    if box := intersection(piece.source, source):
+                    if (box := intersection(piece.source, source)) is not None:
                         copy = RegionCopy(name, moved(box, source, target), moved(box, piece.source, piece.target))
                         copies[owner].append(copy)
             regions = {

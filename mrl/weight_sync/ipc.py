@@ -369,6 +369,6 @@ def _placed(row: list[Any], buffer: Tensor) -> TensorView:
     if dtype not in _DTYPES:
         raise RolloutError(f"{name} has dtype {dtype}; supported: {', '.join(_DTYPES)}")
     view = TensorView(name, torch_dtype(dtype), tuple(shape), offset)
-    if offset < 0 or offset % ALIGNMENT_BYTES or min(shape) < 0 or offset + view.num_bytes > buffer.numel():
+    if offset < 0 or offset % ALIGNMENT_BYTES or min(shape, default=0) < 0 or offset + view.num_bytes > buffer.numel():
         raise RolloutError(f"{name} {shape} at byte {offset} is not inside the buffer of {buffer.numel()} bytes")
     return view

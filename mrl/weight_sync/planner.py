@@ -236,7 +236,7 @@ class ReshardPlanner:
             for piece in fused.pieces:
                 count += num_elements(piece.source)
                 overlaps = {intersection(piece.source, box) for box in boxes[piece.hf]}
-                count -= sum(num_elements(box) for box in overlaps if box)
+                count -= sum(num_elements(box) for box in overlaps if box is not None)
         return count
 
     def shards(self, rank: int) -> list[Shard]:

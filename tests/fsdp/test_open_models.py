@@ -74,7 +74,7 @@ def saved(paths: list[str], directory: str) -> list[float]:
 
 
 def test_a_checkpoint_is_continued_and_exported_in_the_form_of_the_files(tmp_path: Path) -> None:
-    paths = [make_open(family, tmp_path / family) for family in ("gpt2", "gemma4_text", "minimax_m2")]
+    paths = [make_open(family, tmp_path / family) for family in ("gpt2", "apertus", "minimax_m2")]
     run_distributed(2, saved, [str(path) for path in paths], str(tmp_path / "saved"), timeout_s=300)
     for number, path in enumerate(paths):
         target = tmp_path / f"exported-{number}"
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_continued_and_exported_in_the_form_of_the_files(tmp_pat
         assert len(changed) > len([*before]) * 0.8
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma4_text", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma4_text", "apertus", "deepseek_v2"])
 def test_whole_tensors_reach_every_engine(family: str, tmp_path: Path) -> None:
     spec = read_spec(make_open(family, tmp_path / family))
     assert isinstance(spec, OpenSpec)

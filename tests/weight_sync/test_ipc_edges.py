@@ -110,6 +110,7 @@ def test_a_placed_tensor_is_a_view_of_its_bytes() -> None:
     placed.view(buffer).fill_(1)
     assert torch.nonzero(buffer).flatten().tolist() == [*range(64, 76)]  # 1 is 0x3F80
     assert TensorView("b", torch.float32, (), 0).num_bytes == 4
+    assert _placed(["b", "float32", [], 0], torch.zeros(4, dtype=torch.uint8)).shape == (), "a single number"
 
 
 def test_nothing_stays_open_after_many_versions(listen: Callable[..., tuple[Path, Listening]]) -> None:
