@@ -23,6 +23,7 @@ NOT_ON_A_CPU = {
     "rollout.vllm.dtype": "bfloat16 for linear attention, which vLLM has in no other dtype on a CPU",
     "enable_prefix_caching": "off for linear attention: on a CPU, vLLM caches no states",
     "gpu_memory_utilization": "unchanged, but on a CPU the size of the engine's cache is set in bytes",
+    "quantization": "none, because on a CPU vLLM keeps no experts in FP8",
     "cluster.device": "a device is a CPU slot",
     "dtype": "float32, so that all differences are rounding",
     "agent.environments": "the search index is not part of a preset, and twelve tokens are too few for a conversation",
@@ -68,6 +69,8 @@ def overrides(config: Config) -> Iterator[str]:
     yield f"rollout.tp={tp}"
     yield "rollout.vllm.kv_cache_memory_bytes=67108864"
     yield "rollout.vllm.enforce_eager=true"
+    if "quantization" in config.rollout.vllm:
+        yield "rollout.vllm.quantization=null"
     if "linear_num_key_heads" in model_values(config.model_of("actor")[1]):
         yield from ("rollout.vllm.dtype=bfloat16", "rollout.vllm.enable_prefix_caching=false")
     yield from (f"{key}={value}" for key, value in _SIZES.items())
