@@ -7,13 +7,14 @@ separate. r_t = exp(log pi - log pi_old), with log-ratios limited to +-20.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mrl.algos.rows import Rows, apply_mask
 from mrl.config.algorithm import LossConfig
+from mrl.errors import BatchError
 from mrl.registry import Registry
 
 LOG_RATIO_BOUND = 20.0
@@ -33,6 +34,8 @@ class PolicyTokens:
     log_probs_T: Tensor
     old_log_probs_T: Tensor
     advantages_T: Tensor
+    selected_T: Tensor | None = None
+    """For `clip_cov` and `kl_cov`: the tokens of `mrl.algos.covariance.select_tokens`."""
 
     @property
     def log_ratio_T(self) -> Tensor:
@@ -203,6 +206,36 @@ def topr(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     weight_T = torch.where(falls_T, row_T.clamp(-LOG_RATIO_BOUND, 0).exp(), 1.0)
     loss_T = -weight_T * advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, log_ratio_T, falls_T & (row_T > _ROUNDING))
+
+
+@POLICY_LOSSES.register("clip_cov")
+def clip_cov(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """Clip-Cov (arXiv 2505.22617): PPO, but l_t = 0 for a random share of the tokens with a high covariance.
+
+    Cov_t = (log pi_old_t - mean) (A_t - mean), with means over the update. Drops cov_share of all tokens, drawn from
+    those with cov_low < Cov_t < cov_high.
+    """
+    ppo_losses = ppo(tokens, replace(config, dual_clip=None))
+    selected_T = _selected(tokens)
+    return _losses(ppo_losses.loss_T.masked_fill(selected_T, 0.0), -ppo_losses.reports_T["ppo_kl"], selected_T)
+
+
+@POLICY_LOSSES.register("kl_cov")
+def kl_cov(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """KL-Cov (arXiv 2505.22617): l_t = -A r_t, plus cov_kl_coef |log r_t| for tokens with the highest covariance.
+
+    Cov_t is that of `clip_cov`. Penalizes the cov_share of all tokens that has the highest.
+    """
+    selected_T = _selected(tokens)
+    log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    penalty_T = config.cov_kl_coef * log_ratio_T.abs().masked_fill(~selected_T, 0.0)
+    return _losses(penalty_T - tokens.advantage_T * log_ratio_T.exp(), log_ratio_T, selected_T)
+
+
+def _selected(tokens: PolicyTokens) -> Tensor:
+    if tokens.selected_T is None:
+        raise BatchError("this policy loss needs `selected_T`, the tokens with a high covariance, which is missing")
+    return tokens.selected_T & tokens.mask_T
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from mrl.algos.rollout_correction import (
     correction_weights,
     mismatch_metrics,
 )
-from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
+from mrl.config.algorithm import COVARIANCE_LOSSES, AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from tests.algos import oracles
 from tests.algos.cases import Case, all_cases
 
@@ -59,7 +59,7 @@ def norm_of(case: Case, mode: str) -> LossNormalizer:
 
 
 def test_all_names_are_tested() -> None:
-    assert set(POLICY_LOSSES) - {"vanilla", "geo_mean"} == set(oracles.POLICY_LOSSES)
+    assert set(POLICY_LOSSES) - {"vanilla", "geo_mean", *COVARIANCE_LOSSES} == set(oracles.POLICY_LOSSES)
     assert set(KL_ESTIMATORS) - {"kl", "mse", "low_var_kl"} == {"k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"}
     assert set(RATIO_LEVELS) == {"token", "sequence", "geometric"}
     assert len(set(adv.ADVANTAGES)) == 9

@@ -338,7 +338,7 @@ def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None
 def test_only_the_new_policy_is_differentiated(name: str) -> None:
     rows, mask_T = Rows.of([2]), torch.ones(2, dtype=torch.bool)
     old_T, advantages_T, log_probs_T, weights_T, ref_T = (column(-1, -2).requires_grad_() for _ in range(5))
-    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
+    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T, mask_T)
     norm = LossNormalizer.of("token-mean", rows, mask_T)
     extra = ActorColumns(ref_T, rollout_weights_T=weights_T)
     actor_objective(tokens, LossConfig(policy=name), norm, extra, KL).loss.backward()
@@ -403,7 +403,7 @@ def test_inputs_are_not_modified() -> None:
     for name in ADVANTAGES:
         estimate_advantages(inputs, AlgorithmConfig(advantage=name))
     norm = LossNormalizer.of("token-mean", case.rows, mask_T)
-    tokens = PolicyTokens(case.rows, mask_T, columns["log_probs"], columns["old"], columns["advantages"])
+    tokens = PolicyTokens(case.rows, mask_T, columns["log_probs"], columns["old"], columns["advantages"], mask_T)
     extra = ActorColumns(columns["ref"], columns["entropy"], columns["values"])
     for name in POLICY_LOSSES:
         actor_objective(tokens, LossConfig(policy=name, entropy_coef=1), norm, extra, KL)

@@ -26,7 +26,7 @@ from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, Lo
 from tests.algos.cases import NUM_CASES, Case, make_case, on_ranks, take_rows
 
 MODES = sorted(AGGREGATIONS)
-LOSSES = ["ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr"]
+LOSSES = ["ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov"]
 GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg"]
 TOKEN_WISE = ["gae", "reinforce_plus_plus", "remax"]
 ALL = [*GROUP_WISE, *TOKEN_WISE, "reinforce_plus_plus_baseline"]
@@ -50,7 +50,7 @@ def actor_part(case: Case, chosen: list[int], norm: LossNormalizer, name: str, l
     rows, (mask_T, log_probs_T, old_T, advantages_T, ref_T, entropy_T, weights_T) = take_rows(
         case.rows, chosen, case.mask_T, leaf_T, *(case.column(column) for column in columns)
     )
-    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
+    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T, ref_T < log_probs_T)
     extra = ActorColumns(ref_T, entropy_T, weights_T)
     kl = KlConfig(where="loss", coef=0.5, in_loss="k2")
     return actor_objective(tokens, LossConfig(policy=name, entropy_coef=0.2), norm, extra, kl)

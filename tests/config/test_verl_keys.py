@@ -97,6 +97,16 @@ KL = ("algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss")
             f"{ACTOR}.optim.lr_warmup_steps": "actor.schedule.warmup_steps=40, with 4 updates per step"
         }),
         (["data.filter_overlong_prompts=true"], {"data.truncation": "data.overlong=drop"}),
+        (
+            [f"{ACTOR}.policy_loss={{loss_mode: kl_cov, kl_cov_ratio: 0.002, clip_cov_ratio: 0.1}}"],
+            {
+                f"{ACTOR}.policy_loss.loss_mode": "algorithm.loss.policy=kl_cov",
+                f"{ACTOR}.policy_loss.kl_cov_ratio": "algorithm.loss.cov_share=0.002",
+                f"{ACTOR}.policy_loss.clip_cov_ratio": (
+                    "algorithm.loss.cov_share, but loss_mode is kl_cov: this value has no effect"
+                ),
+            },
+        ),
 
 
         ([f"{ROLLOUT}.val_kwargs.do_sample=true", f"{ROLLOUT}.val_kwargs.temperature=0.6"], {
