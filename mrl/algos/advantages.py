@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algos.groups import Outcomes, PromptGroups
+from mrl.algos.groups import Outcomes, PromptGroups, check_not_negative
 from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.errors import BatchError, ConfigError, Problem, RewardError
@@ -236,8 +236,12 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs) -> 
 def grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     """GRPO: A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std. 0 if all scores are equal."""
     centered_B = dr_grpo(scores_B, groups, batch)
+    return centered_B / _spread(centered_B, groups)[groups.group_B]
+
+
+def _spread(centered_B: Tensor, groups: PromptGroups) -> Tensor:
     variance_G = groups.sum(centered_B.square()) / (groups.sizes_G - 1).clamp(min=1)
-    return centered_B / (variance_G.sqrt()[groups.group_B] + STD_FLOOR)
+    return variance_G.sqrt() + STD_FLOOR
 
 
 @by_group("dr_grpo")
@@ -266,6 +270,30 @@ def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     """
     num_varied = groups.has_variance(scores_B)[groups.group_B].sum().clamp(min=1)
     return groups.centered(scores_B) * scores_B.numel() / num_varied
+
+
+@by_group("grpo_passk")
+def grpo_passk(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
+    """Pass@k (arXiv 2503.19595): A_i = (max_j s_j - max_(j != i) s_j) / (std + floor) over i's group.
+
+    Only the best answer of a group has an advantage, unless another one is as good. The std is that of GRPO.
+    """
+    centered_B = groups.centered(scores_B)
+    best_G, second_G = groups.two_largest(centered_B)
+    is_best_B = centered_B == best_G[groups.group_B]
+    margin_G = torch.where(groups.sizes_G > 1, best_G - second_G, 0.0) / _spread(centered_B, groups)
+    return torch.where(is_best_B, margin_G[groups.group_B], 0.0)
+
+
+@by_group("maxrl")
+def maxrl(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
+    """MaxRL (arXiv 2602.02710): A_i = (s_i - mean) / mean over i's group, for scores of at least 0. 0 if the mean is 0.
+
+    With scores 0 and 1, the update climbs the likelihood of success: rare successes weigh more than in GRPO.
+    """
+    check_not_negative("maxrl", scores_B, batch.uids)
+    mean_G = groups.sum(scores_B) / groups.sizes_G.clamp(min=1)
+    return groups.centered(scores_B) / torch.where(mean_G > 0, mean_G, 1.0)[groups.group_B]
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")

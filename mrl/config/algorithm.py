@@ -9,7 +9,7 @@ from mrl.config.bounds import Amount, Bound, Count, Proportion, Share, at_least,
 
 ADVANTAGES = (
     *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl"),
 )
 POLICY_LOSSES = (
     *("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg"),

@@ -101,6 +101,8 @@ def group_advantage(name: str, scores: list[float], uids: list[str], num_tokens:
                 "grpo": (scores[i] - centre) / (deviation + 1e-6),
                 "rloo": scores[i] - mean(others),
                 "gpg": scores[i] - centre,
+                "grpo_passk": (max(own) - max(others)) / (deviation + 1e-6),
+                "maxrl": (scores[i] - centre) / centre if centre else 0.0,
                 "opo": scores[i] - math.fsum(scores[j] * num_tokens[j] for j in members) / (weighed or 1),
             }[name]
     if name == "gpg":

@@ -102,6 +102,8 @@ def row_advantages(name: str, rows: Sequence[Row], scores: Sequence[float]) -> l
         spread = math.sqrt(sum((scores[index] - mean) ** 2 for index in group) / max(n - 1, 1))
         for index in group:
             others = (n * mean - scores[index]) / max(n - 1, 1)
+            of_group = [scores[other] for other in group]
+            rest = [scores[other] for other in group if other != index]
             advantages[index] = {
                 "grpo": (scores[index] - mean) / (spread + 1e-6),
                 "dr_grpo": scores[index] - mean,
@@ -109,6 +111,8 @@ def row_advantages(name: str, rows: Sequence[Row], scores: Sequence[float]) -> l
                 "rloo": scores[index] - others,
                 "opo": scores[index] - weighted,
                 "gpg": (scores[index] - mean) * len(rows) / max(varied, 1),
+                "grpo_passk": (max(of_group) - max(rest, default=0.0)) / (spread + 1e-6),
+                "maxrl": (scores[index] - mean) / (mean or 1.0),
             }[name]
             if n == 1:
                 advantages[index] = 0.0  # a single sample has no comparison

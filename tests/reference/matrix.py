@@ -52,7 +52,8 @@ COMMON: dict[str, tuple[Any, ...]] = {
 }
 GROUPS = {
     "advantage": (
-        *("grpo", "rloo", "dr_grpo", "opo", "gpg"),
+        # Not maxrl, which excludes other levels: those with negative scores.
+        *("grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk"),
         *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
     ),
     "gamma": ((1.0, 1.0), (0.9, 0.8)),
