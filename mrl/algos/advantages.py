@@ -135,10 +135,10 @@ def _rewards(inputs: AdvantageInputs) -> Tensor:
 
 @ADVANTAGES.register("gae")
 def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Generalized advantage estimation over the unmasked tokens of each row, as if they were adjacent.
+    """GAE (arXiv 1506.02438): A_t = delta_t + gamma lam A_(t+1), with delta_t = r_t + gamma V_(t+1) - V_t.
 
-    delta_t = r_t + gamma * V_(t+1) - V_t, A_t = delta_t + gamma * lam * A_(t+1), returns_t = A_t + V_t, with V = A = 0
-    after the row's last unmasked token. Advantages are whitened after the returns are computed.
+    Takes the unmasked tokens of each row as if they were adjacent, with V = A = 0 after the last one, and
+    returns_t = A_t + V_t. Advantages are whitened after the returns are computed.
     """
     mask_T = inputs.mask_T
     rewards_T, values_T = _rewards(inputs)[mask_T], _required(inputs, "values_T")[mask_T]
@@ -154,14 +154,14 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 @ADVANTAGES.register("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """REINFORCE++: A = whiten(G) over the batch, with G_t = r_t + gamma * G_(t+1) over unmasked tokens."""
+    """REINFORCE++ (arXiv 2501.03262): A = whiten(G) over the batch, with G_t = r_t + gamma G_(t+1)."""
     returns_T = _returns_to_go(inputs, config.gamma)
     return Advantages(whiten(returns_T, inputs.mask_T, inputs.sum_over_ranks), returns_T)
 
 
 @ADVANTAGES.register("remax")
 def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """ReMax: A_t = G_t - b, where G_t is the sum of r from t on, and b the score of the greedy answer to the prompt."""
+    """ReMax (arXiv 2310.10505): A_t = G_t - b, with G_t the sum of r from t on, and b the greedy answer's score."""
     returns_T = _returns_to_go(inputs, 1.0)
     baseline_T = inputs.rows.expand(_required(inputs, "baseline_scores_B")).to(returns_T.dtype)
     if not bool(torch.isfinite(baseline_T).all()):
@@ -234,7 +234,7 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs) -> 
 
 @by_group("grpo")
 def grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """GRPO: A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std. 0 if all scores are equal."""
+    """GRPO (arXiv 2402.03300): A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std."""
     centered_B = dr_grpo(scores_B, groups, batch)
     return centered_B / _spread(centered_B, groups)[groups.group_B]
 
@@ -246,25 +246,25 @@ def _spread(centered_B: Tensor, groups: PromptGroups) -> Tensor:
 
 @by_group("dr_grpo")
 def dr_grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """Dr.GRPO: A_i = s_i - mean over i's group. Its loss uses seq-mean-token-sum-norm."""
+    """Dr.GRPO (arXiv 2503.20783): A_i = s_i - mean over i's group. Its loss uses seq-mean-token-sum-norm."""
     return groups.centered(scores_B)
 
 
 @by_group("rloo")
 def rloo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """RLOO: A_i = s_i - mean of the *other* rows of i's group = n / (n - 1) * (s_i - mean)."""
+    """RLOO (arXiv 2402.14740): A_i = s_i - mean of the *other* rows of i's group = n / (n - 1) * (s_i - mean)."""
     return groups.centered(scores_B) * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
 
 
 @by_group("opo")
 def opo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """OPO: A_i = s_i - sum_j n_j s_j / sum_j n_j over i's group, where n is the number of a row's unmasked tokens."""
+    """OPO (arXiv 2505.23585): A_i = s_i - sum_j n_j s_j / sum_j n_j over i's group, with n a row's tokens."""
     return groups.centered(scores_B, batch.num_tokens_B)
 
 
 @by_group("gpg")
 def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """GPG: A_i = B / (B - M) * (s_i - mean), with B rows, of which M are in groups with equal scores.
+    """GPG (arXiv 2504.02546): A_i = B / (B - M) (s_i - mean), with B rows, of which M are in groups of equal scores.
 
     The factor compensates for rows without a gradient. (verl counts the rows with score 0 as M.)
     """
@@ -298,6 +298,6 @@ def maxrl(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """REINFORCE++ with a baseline: A = whiten(s_i - mean over i's group) over the tokens of the whole batch."""
+    """REINFORCE++ with a baseline (arXiv 2501.03262): A = whiten(s_i - mean over i's group) over all tokens."""
     centered_T = _expand("reinforce_plus_plus_baseline", dr_grpo, inputs)
     return Advantages(whiten(centered_T, inputs.mask_T, inputs.sum_over_ranks))
