@@ -218,9 +218,13 @@ def clip_cov(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     Cov_t = (log pi_old_t - mean) (A_t - mean), with means over the update. Drops cov_share of all tokens, drawn from
     those with cov_low < Cov_t < cov_high.
     """
-    ppo_losses = ppo(tokens, replace(config, dual_clip=None))
-    selected_T = _selected(tokens)
-    return _losses(ppo_losses.loss_T.masked_fill(selected_T, 0.0), -ppo_losses.reports_T["ppo_kl"], selected_T)
+    clipped, selected_T = ppo(tokens, replace(config, dual_clip=None)), _selected(tokens)
+    losses = _losses(
+        clipped.loss_T.masked_fill(selected_T, 0.0),
+        -clipped.reports_T["ppo_kl"],
+        clipped.reports_T["pg_clipfrac"].masked_fill(selected_T, 0.0),
+    )
+    return _with_share(losses, selected_T)
 
 
 @POLICY_LOSSES.register("kl_cov")
@@ -232,7 +236,13 @@ def kl_cov(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     selected_T = _selected(tokens)
     log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     penalty_T = config.cov_kl_coef * log_ratio_T.abs().masked_fill(~selected_T, 0.0)
-    return _losses(penalty_T - tokens.advantage_T * log_ratio_T.exp(), log_ratio_T, selected_T)
+    loss_T = penalty_T - tokens.advantage_T * log_ratio_T.exp()
+    return _with_share(_losses(loss_T, log_ratio_T, torch.zeros_like(selected_T)), selected_T)
+
+
+def _with_share(losses: TokenLosses, selected_T: Tensor) -> TokenLosses:
+    """Report the selected tokens, too. They do not count as clipped: there are some even if the policy is unchanged."""
+    return TokenLosses(losses.loss_T, losses.reports_T | {"cov_selected": selected_T.to(losses.loss_T.dtype)})
 
 
 def _selected(tokens: PolicyTokens) -> Tensor:

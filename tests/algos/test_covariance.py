@@ -46,9 +46,9 @@ def places(case: Case) -> list[tuple[int, int]]:
 
 
 def chosen_of(case: Case, config: LossConfig) -> list[bool]:
-    columns = (oracles.flat(case.written(name)) for name in ("old", "advantages"))
+    old, advantages = (oracles.flat(case.written(name)) for name in ("old", "advantages"))
     return oracles.chosen_by_covariance(
-        config.policy, *columns, places(case), config.cov_share, (config.cov_low, config.cov_high)
+        config.policy, old, advantages, places(case), config.cov_share, (config.cov_low, config.cov_high)
     )
 
 
@@ -81,14 +81,21 @@ def test_the_loss_its_gradient_and_its_reports(name: str) -> None:
         norm = LossNormalizer.of("token-sum", case.rows, case.mask_T)
         objective = actor_objective(tokens, config, norm)
         (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
-        columns = (oracles.flat(case.written(column)) for column in ("log_probs", "old", "advantages"))
-        formula = {"clip_cov": oracles.clip_cov, "kl_cov": oracles.kl_cov}[name]
-        numbers = {"clip_cov": (config.clip_low, config.clip_high), "kl_cov": (config.cov_kl_coef,)}[name]
+        columns = [oracles.flat(case.written(column)) for column in ("log_probs", "old", "advantages")]
+        numbers = (config.clip_low, config.clip_high) if name == "clip_cov" else (config.cov_kl_coef,)
+        formula = getattr(oracles, name)
         expected = [formula(*token, *numbers) for token in zip(*columns, chosen, strict=True)]
         assert float(objective.loss) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-9, abs=1e-9)
         assert gradient_T[case.mask_T].tolist() == pytest.approx([slope for _, slope in expected], rel=1e-9, abs=1e-12)
         assert not gradient_T[~case.mask_T].any()
-        assert float(objective.reports["pg_clipfrac"]) == pytest.approx(oracles.mean([float(x) for x in chosen]))
+        reports = objective.reports
+        assert float(reports["cov_selected"]) == pytest.approx(oracles.mean([float(x) for x in chosen]))
+        still = PolicyTokens(case.rows, case.mask_T, log_probs_T, log_probs_T, case.column("advantages"), selected_T)
+        assert float(actor_objective(still, config, norm).reports["pg_clipfrac"]) == 0
+        if name == "clip_cov":
+            ppo = (oracles.ppo(*[[x] for x in token], *numbers, None)[0][2] for token in zip(*columns, strict=True))
+            clipped = [float(was and not dropped) for was, dropped in zip(ppo, chosen, strict=True)]
+            assert float(reports["pg_clipfrac"]) == pytest.approx(oracles.mean(clipped))
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])

@@ -213,10 +213,12 @@ def policy_loss(
         return -weight * advantage * log_probs, reports | {"pg_clipfrac": (falls & (of_row > 1e-3)).double()}
     if name in ("clip_cov", "kl_cov"):
         assert row.selected is not None, "select_tokens runs first"
-        plain, chosen = -advantage * ratio, {"pg_clipfrac": row.selected.double()}
+        plain, chosen = -advantage * ratio, {"cov_selected": row.selected.double(), "pg_clipfrac": zeros}
         if name == "kl_cov":
             return plain + row.selected.double() * loss["cov_kl_coef"] * log_ratio.abs(), reports | chosen
-        return torch.max(plain, -advantage * ratio.clamp(1 - low, 1 + high)) * ~row.selected, reports | chosen
+        clipped = -advantage * ratio.clamp(1 - low, 1 + high)
+        chosen["pg_clipfrac"] = ((clipped > plain) & ~row.selected).double()
+        return torch.max(plain, clipped) * ~row.selected, reports | chosen
     assert name == "gpg", name
     return -advantage * log_probs, reports | {"pg_clipfrac": zeros}
 
@@ -237,10 +239,10 @@ def select_tokens(loss: dict[str, Any], rows: Sequence[Row]) -> None:
         keys = [mixed(mixed(row.row_id) ^ t) >> 1 for row, _, t in places]
         tokens = [token for token in tokens if loss["cov_low"] < covariance[token] < loss["cov_high"]]
     tokens = sorted(tokens, key=lambda token: -keys[token])[: max(1, int(loss["cov_share"] * len(places)))]
+    chosen = {(places[token][0].row_id, places[token][1]) for token in tokens}
     for row in rows:
-        row.selected = torch.zeros(row.num_written, dtype=torch.bool)
-    for row, at, _ in (places[token] for token in tokens):
-        row.selected[at] = True
+        is_chosen = [(row.row_id, at) in chosen for at in range(row.num_written)]
+        row.selected = torch.tensor(is_chosen, dtype=torch.bool)
 
 
 def mixed(state: int) -> int:
