@@ -179,6 +179,8 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
     if options["distillation"]:
         form, of_form = options["distillation"]
         form = "advantage" if form == "sampled" and options["updates"] != "1 update" else form
+        if form == "advantage" and options["policy"] == "clip_cov":  # refused together
+            form, of_form = "top_k", 0.0
         by = {"sampled": {"estimator": of_form}, "advantage": {}}.get(form, {"beta": of_form})
         values["algorithm"]["distillation"] = {"form": form, "coef": 0.3, "top_k": 6, **by}
         values["teacher"] = {"path": str(models / "teacher"), "dtype": "float32", "max_tokens_per_device": 64}

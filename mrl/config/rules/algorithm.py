@@ -50,7 +50,7 @@ def _covariance(config: Config) -> Iterator[Problem]:
         yield problem(key, what, f"{key}={min(1.0, loss.cov_high - 1):g}")
     if loss.policy in COVARIANCE_LOSSES and distillation is not None and distillation.form == "advantage":
         what = f"{loss.policy} reads the covariance of advantages before the teacher's part is added to them"
-        yield problem(f"{_DISTILLATION}.form", what, f"{_DISTILLATION}.form=sampled, or algorithm.loss.policy=ppo")
+        yield problem(f"{_DISTILLATION}.form", what, f"{_DISTILLATION}.form=top_k, or algorithm.loss.policy=ppo")
 
 
 def _without_penalties(config: Config) -> Iterator[Problem]:
