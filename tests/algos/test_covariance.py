@@ -93,7 +93,8 @@ def test_the_loss_its_gradient_and_its_reports(name: str) -> None:
         still = PolicyTokens(case.rows, case.mask_T, log_probs_T, log_probs_T, case.column("advantages"), selected_T)
         assert float(actor_objective(still, config, norm).reports["pg_clipfrac"]) == 0
         if name == "clip_cov":
-            ppo = (oracles.ppo(*[[x] for x in token], *numbers, None)[0][2] for token in zip(*columns, strict=True))
+            low, high = config.clip_low, config.clip_high
+            ppo = [oracles.ppo([lp], [old], [a], low, high, None)[0][2] for lp, old, a in zip(*columns, strict=True)]
             clipped = [float(was and not dropped) for was, dropped in zip(ppo, chosen, strict=True)]
             assert float(reports["pg_clipfrac"]) == pytest.approx(oracles.mean(clipped))
 
