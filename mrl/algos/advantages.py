@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mrl.algos.groups import Outcomes, PromptGroups
+from mrl.algos.groups import Outcomes, PromptGroups, check_not_negative
 from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.errors import BatchError, ConfigError, Problem, RewardError
@@ -135,10 +135,10 @@ def _rewards(inputs: AdvantageInputs) -> Tensor:
 
 @ADVANTAGES.register("gae")
 def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """Generalized advantage estimation over the unmasked tokens of each row, as if they were adjacent.
+    """GAE (arXiv 1506.02438): A_t = delta_t + gamma lam A_(t+1), with delta_t = r_t + gamma V_(t+1) - V_t.
 
-    delta_t = r_t + gamma * V_(t+1) - V_t, A_t = delta_t + gamma * lam * A_(t+1), returns_t = A_t + V_t, with V = A = 0
-    after the row's last unmasked token. Advantages are whitened after the returns are computed.
+    Takes the unmasked tokens of each row as if they were adjacent, with V = A = 0 after the last one, and
+    returns_t = A_t + V_t. Advantages are whitened after the returns are computed.
     """
     mask_T = inputs.mask_T
     rewards_T, values_T = _rewards(inputs)[mask_T], _required(inputs, "values_T")[mask_T]
@@ -154,14 +154,14 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 @ADVANTAGES.register("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """REINFORCE++: A = whiten(G) over the batch, with G_t = r_t + gamma * G_(t+1) over unmasked tokens."""
+    """REINFORCE++ (arXiv 2501.03262): A = whiten(G) over the batch, with G_t = r_t + gamma G_(t+1)."""
     returns_T = _returns_to_go(inputs, config.gamma)
     return Advantages(whiten(returns_T, inputs.mask_T, inputs.sum_over_ranks), returns_T)
 
 
 @ADVANTAGES.register("remax")
 def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """ReMax: A_t = G_t - b, where G_t is the sum of r from t on, and b the score of the greedy answer to the prompt."""
+    """ReMax (arXiv 2310.10505): A_t = G_t - b, with G_t the sum of r from t on, and b the greedy answer's score."""
     returns_T = _returns_to_go(inputs, 1.0)
     baseline_T = inputs.rows.expand(_required(inputs, "baseline_scores_B")).to(returns_T.dtype)
     if not bool(torch.isfinite(baseline_T).all()):
@@ -234,33 +234,37 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs) -> 
 
 @by_group("grpo")
 def grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """GRPO: A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std. 0 if all scores are equal."""
+    """GRPO (arXiv 2402.03300): A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std."""
     centered_B = dr_grpo(scores_B, groups, batch)
+    return centered_B / _spread(centered_B, groups)[groups.group_B]
+
+
+def _spread(centered_B: Tensor, groups: PromptGroups) -> Tensor:
     variance_G = groups.sum(centered_B.square()) / (groups.sizes_G - 1).clamp(min=1)
-    return centered_B / (variance_G.sqrt()[groups.group_B] + STD_FLOOR)
+    return variance_G.sqrt() + STD_FLOOR
 
 
 @by_group("dr_grpo")
 def dr_grpo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """Dr.GRPO: A_i = s_i - mean over i's group. Its loss uses seq-mean-token-sum-norm."""
+    """Dr.GRPO (arXiv 2503.20783): A_i = s_i - mean over i's group. Its loss uses seq-mean-token-sum-norm."""
     return groups.centered(scores_B)
 
 
 @by_group("rloo")
 def rloo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """RLOO: A_i = s_i - mean of the *other* rows of i's group = n / (n - 1) * (s_i - mean)."""
+    """RLOO (arXiv 2402.14740): A_i = s_i - mean of the *other* rows of i's group = n / (n - 1) * (s_i - mean)."""
     return groups.centered(scores_B) * groups.sizes_B / (groups.sizes_B - 1).clamp(min=1)
 
 
 @by_group("opo")
 def opo(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """OPO: A_i = s_i - sum_j n_j s_j / sum_j n_j over i's group, where n is the number of a row's unmasked tokens."""
+    """OPO (arXiv 2505.23585): A_i = s_i - sum_j n_j s_j / sum_j n_j over i's group, with n a row's tokens."""
     return groups.centered(scores_B, batch.num_tokens_B)
 
 
 @by_group("gpg")
 def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
-    """GPG: A_i = B / (B - M) * (s_i - mean), with B rows, of which M are in groups with equal scores.
+    """GPG (arXiv 2504.02546): A_i = B / (B - M) (s_i - mean), with B rows, of which M are in groups of equal scores.
 
     The factor compensates for rows without a gradient. (verl counts the rows with score 0 as M.)
     """
@@ -268,8 +272,32 @@ def gpg(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     return groups.centered(scores_B) * scores_B.numel() / num_varied
 
 
+@by_group("grpo_passk")
+def grpo_passk(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
+    """Pass@k (arXiv 2503.19595): A_i = (max_j s_j - max_(j != i) s_j) / (std + floor) over i's group.
+
+    Only the best answer of a group has an advantage, unless another one is as good. The std is that of GRPO.
+    """
+    centered_B = groups.centered(scores_B)
+    best_G, second_G = groups.two_largest(centered_B)
+    is_best_B = centered_B == best_G[groups.group_B]
+    margin_G = torch.where(groups.sizes_G > 1, best_G - second_G, 0.0) / _spread(centered_B, groups)
+    return torch.where(is_best_B, margin_G[groups.group_B], 0.0)
+
+
+@by_group("maxrl")
+def maxrl(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
+    """MaxRL (arXiv 2602.02710): A_i = (s_i - mean) / mean over i's group, for scores of at least 0. 0 if the mean is 0.
+
+    With scores 0 and 1, the update climbs the likelihood of success: rare successes weigh more than in GRPO.
+    """
+    check_not_negative("maxrl", scores_B, batch.uids)
+    mean_G = groups.sum(scores_B) / groups.sizes_G.clamp(min=1)
+    return groups.centered(scores_B) / torch.where(mean_G > 0, mean_G, 1.0)[groups.group_B]
+
+
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
-    """REINFORCE++ with a baseline: A = whiten(s_i - mean over i's group) over the tokens of the whole batch."""
+    """REINFORCE++ with a baseline (arXiv 2501.03262): A = whiten(s_i - mean over i's group) over all tokens."""
     centered_T = _expand("reinforce_plus_plus_baseline", dr_grpo, inputs)
     return Advantages(whiten(centered_T, inputs.mask_T, inputs.sum_over_ranks))

@@ -66,7 +66,7 @@ def _constant(value: float, mask_T: Tensor) -> Tensor:
 
 @AGGREGATIONS.register("token-mean")
 def token_mean(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
-    """w_t = 1 / N, where N is the number of unmasked tokens of the whole batch (DAPO's token-level loss)."""
+    """DAPO (arXiv 2503.14476): w_t = 1 / N, where N is the number of unmasked tokens of the whole batch."""
     return _constant(1.0 / max(norm.num_tokens, 1.0), mask_T)
 
 
@@ -84,15 +84,14 @@ def seq_mean_token_sum(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tens
 
 @AGGREGATIONS.register("seq-mean-token-mean")
 def seq_mean_token_mean(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
-    """w_t = 1 / (R * n_row), where n_row is the number of unmasked tokens of the token's row (GRPO's sample-level
-    loss)."""
+    """GRPO (arXiv 2402.03300): w_t = 1 / (R * n_row), where n_row is the number of unmasked tokens of the row."""
     per_row_B = rows.count(mask_T).clamp(min=1).to(torch.float64) * max(norm.num_rows, 1.0)
     return rows.expand(1.0 / per_row_B)
 
 
 @AGGREGATIONS.register("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(norm: LossNormalizer, rows: Rows, mask_T: Tensor) -> Tensor:
-    """w_t = 1 / (R * H), where H is `horizon_tokens`, a constant of the run (Dr.GRPO).
+    """Dr.GRPO (arXiv 2503.20783): w_t = 1 / (R * H), where H is `horizon_tokens`, a constant of the run.
 
     H is never taken from the batch: the longest answer changes from step to step, and would change the loss.
     """

@@ -59,6 +59,16 @@ class PromptGroups:
         mean_G = self.sum(weights_B * shifted_B) / torch.where(total_G > 0, total_G, 1.0)
         return shifted_B - mean_G[self.group_B]
 
+    def two_largest(self, x_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each group's largest value and the next one, which is equal if two rows share it. In a group of one,
+        the next one is -infinity."""
+        sorted_B = x_B[self.order_B]
+        largest_G = torch.segment_reduce(sorted_B, "max", lengths=self.sizes_G, unsafe=True, initial=-torch.inf)
+        is_largest_B = sorted_B == largest_G[self.members.row_T]
+        below_B = torch.where(is_largest_B, -torch.inf, sorted_B)
+        second_G = torch.segment_reduce(below_B, "max", lengths=self.sizes_G, unsafe=True, initial=-torch.inf)
+        return largest_G, torch.where(self.members.sum(is_largest_B.to(x_B.dtype)) > 1, largest_G, second_G)
+
     def has_variance(self, x_B: Tensor) -> Tensor:
         return self.sum((self.from_first(x_B) != 0).to(torch.float64)) > 0
 
@@ -93,6 +103,18 @@ def check_finite(scores_B: Tensor, uids: Sequence[str]) -> None:
         f"{len(bad)} of {scores_B.numel()} rewards are missing or not finite: {named}{more}",
         fix="make the reward function return a finite number for every row, or drop those groups first",
     )
+
+
+def check_not_negative(estimator: str, scores_B: Tensor, uids: Sequence[str]) -> None:
+    """Raise an error for negative scores, with the first row."""
+    negative = (scores_B < 0).nonzero().flatten().tolist()
+    if negative:
+        first = negative[0]
+        raise RewardError(
+            f"{len(negative)} of {scores_B.numel()} scores are negative, but {estimator} divides by their mean; "
+            f"first: {float(scores_B[first]):g} (uid {uids[first]})",
+            fix="make the reward function return 0 for a failure and 1 for a success, or use algorithm.advantage=grpo",
+        )
 
 
 @dataclass(frozen=True)

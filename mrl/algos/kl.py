@@ -42,7 +42,7 @@ def token_kl(name: str, log_probs_T: Tensor, ref_log_probs_T: Tensor, mask_T: Te
 @KL_ESTIMATORS.register("kl")
 @KL_ESTIMATORS.register("k1")
 def k1(d: Tensor) -> Tensor:
-    """d."""
+    """d = log pi - log pi_ref."""
     return d
 
 

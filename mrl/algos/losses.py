@@ -7,13 +7,14 @@ separate. r_t = exp(log pi - log pi_old), with log-ratios limited to +-20.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from mrl.algos.rows import Rows, apply_mask
 from mrl.config.algorithm import LossConfig
+from mrl.errors import BatchError
 from mrl.registry import Registry
 
 LOG_RATIO_BOUND = 20.0
@@ -33,6 +34,8 @@ class PolicyTokens:
     log_probs_T: Tensor
     old_log_probs_T: Tensor
     advantages_T: Tensor
+    selected_T: Tensor | None = None
+    """For `clip_cov` and `kl_cov`: the tokens of `mrl.algos.covariance.select_tokens`."""
 
     @property
     def log_ratio_T(self) -> Tensor:
@@ -84,7 +87,7 @@ def _losses(
 @POLICY_LOSSES.register("vanilla")
 @POLICY_LOSSES.register("ppo")
 def ppo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
-    """PPO: l_t = max(-A r_t, -A clip(r_t)); with dual clip, where A < 0, min(l_t, -A c)."""
+    """PPO (arXiv 1707.06347): l_t = max(-A r_t, -A clip(r_t)); with dual clip, where A < 0, min(l_t, -A c)."""
     advantage_T = tokens.advantage_T
     log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_T = log_ratio_T.exp()
@@ -100,7 +103,9 @@ def ppo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
 
 @POLICY_LOSSES.register("gspo")
 def gspo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
-    """GSPO: PPO's clipped loss with the row's ratio s = exp(mean_t log r_t) for every token, at most e^10.
+    """GSPO (arXiv 2507.18071): PPO's clipped loss with the row's ratio s = exp(mean_t log r_t), at most e^10.
+
+    This is the paper's GSPO-token. With seq-mean-token-sum, it is LUSPO (arXiv 2602.05261).
 
     Each token's gradient is s * grad log pi_t: s_t = sg[s] * pi_t / sg[pi_t]. Use it with seq-mean-token-mean.
     """
@@ -113,7 +118,7 @@ def gspo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
 
 @POLICY_LOSSES.register("cispo")
 def cispo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
-    """CISPO: l_t = -sg[clip(r_t)] A log pi_t. The ratio is clipped, but no token loses its gradient."""
+    """CISPO (arXiv 2506.13585): l_t = -sg[clip(r_t)] A log pi_t. No token loses its gradient."""
     log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio_T = log_ratio_T.detach().exp()
     weight_T = _clip(ratio_T, config)
@@ -124,7 +129,7 @@ def cispo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
 @POLICY_LOSSES.register("geo_mean")
 @POLICY_LOSSES.register("gmpo")
 def gmpo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
-    """GMPO: l = -A exp(mean_t x_t), one loss per row, with A the row's mean advantage.
+    """GMPO (arXiv 2507.20673): l = -A exp(mean_t x_t), one loss per row, with A the row's mean advantage.
 
     x_t = sgn(A_t) min(sgn(A_t) log r_t, sgn(A_t) clip(log r_t, -clip_low, clip_high)): the pessimistic clip, in the
     logarithm. Each token carries its row's loss, so seq-mean-token-mean is the paper's mean over rows.
@@ -141,7 +146,7 @@ def gmpo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
 
 @POLICY_LOSSES.register("gpg")
 def gpg(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
-    """Plain policy gradient (GPG, REINFORCE): l_t = -A log pi_t, without a ratio or clipping."""
+    """GPG (arXiv 2504.02546): l_t = -A log pi_t, without a ratio or clipping (REINFORCE)."""
     loss_T = -tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, tokens.log_ratio_T, torch.zeros_like(tokens.mask_T))
 
@@ -161,10 +166,10 @@ def sapo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
 
 @POLICY_LOSSES.register("dppo_tv")
 def dppo_tv(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
-    """DPPO (arXiv 2602.04879) with the total variation of a token and all others, |pi_t - pi_old_t|.
+    """DPPO-TV (arXiv 2602.04879): l_t = -sg[min(r_t, 20)] A log pi_t, 0 where |pi_t - pi_old_t| is too large.
 
     Drops a token that would leave the trust region further: A > 0 and pi_t - pi_old_t > clip_high, or A <= 0 and
-    pi_old_t - pi_t > clip_low. Others have l_t = -sg[min(r_t, 20)] A log pi_t.
+    pi_old_t - pi_t > clip_low. |pi_t - pi_old_t| is the total variation of a token and all others.
     """
     change_T = tokens.probability_T - tokens.old_probability_T
     outside_T = torch.where(tokens.advantage_T > 0, change_T > config.clip_high, -change_T > config.clip_low)
@@ -173,10 +178,11 @@ def dppo_tv(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
 
 @POLICY_LOSSES.register("dppo_kl")
 def dppo_kl(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
-    """DPPO (arXiv 2602.04879) with KL(pi_old || pi) of a token and all others, q log q/p + (1 - q) log (1 - q)/(1 - p).
+    """DPPO-KL (arXiv 2602.04879): l_t = -sg[min(r_t, 20)] A log pi_t, 0 where KL(pi_old || pi) is too large.
 
-    Drops a token if A > 0, its probability has grown, and the KL exceeds clip_high; or if A <= 0, its probability has
-    fallen, and the KL exceeds clip_low. Others as in `dppo_tv`.
+    The KL is that of a token and all others: q log q/p + (1 - q) log (1 - q)/(1 - p). Drops a token if A > 0, its
+    probability has grown, and the KL exceeds clip_high; or if A <= 0, its probability has fallen, and the KL exceeds
+    clip_low.
     """
     p_T, q_T = tokens.probability_T, tokens.old_probability_T
     kl_T = q_T * (q_T.log() - p_T.log()) + (1 - q_T) * (torch.log1p(-q_T) - torch.log1p(-p_T))
@@ -203,6 +209,46 @@ def topr(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     weight_T = torch.where(falls_T, row_T.clamp(-LOG_RATIO_BOUND, 0).exp(), 1.0)
     loss_T = -weight_T * advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
     return _losses(loss_T, log_ratio_T, falls_T & (row_T > _ROUNDING))
+
+
+@POLICY_LOSSES.register("clip_cov")
+def clip_cov(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """Clip-Cov (arXiv 2505.22617): PPO, but l_t = 0 for a random share of the tokens with a high covariance.
+
+    Cov_t = (log pi_old_t - mean) (A_t - mean), with means over the update. Drops cov_share of all tokens, drawn from
+    those with cov_low < Cov_t < cov_high.
+    """
+    clipped, selected_T = ppo(tokens, replace(config, dual_clip=None)), _selected(tokens)
+    losses = _losses(
+        clipped.loss_T.masked_fill(selected_T, 0.0),
+        -clipped.reports_T["ppo_kl"],
+        clipped.reports_T["pg_clipfrac"].masked_fill(selected_T, 0.0),
+    )
+    return _with_share(losses, selected_T)
+
+
+@POLICY_LOSSES.register("kl_cov")
+def kl_cov(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """KL-Cov (arXiv 2505.22617): l_t = -A r_t, plus cov_kl_coef |log r_t| for tokens with the highest covariance.
+
+    Cov_t is that of `clip_cov`. Penalizes the cov_share of all tokens that has the highest.
+    """
+    selected_T = _selected(tokens)
+    log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    penalty_T = config.cov_kl_coef * log_ratio_T.abs().masked_fill(~selected_T, 0.0)
+    loss_T = penalty_T - tokens.advantage_T * log_ratio_T.exp()
+    return _with_share(_losses(loss_T, log_ratio_T, torch.zeros_like(selected_T)), selected_T)
+
+
+def _with_share(losses: TokenLosses, selected_T: Tensor) -> TokenLosses:
+    """Report the selected tokens, too. They do not count as clipped: there are some even if the policy is unchanged."""
+    return TokenLosses(losses.loss_T, losses.reports_T | {"cov_selected": selected_T.to(losses.loss_T.dtype)})
+
+
+def _selected(tokens: PolicyTokens) -> Tensor:
+    if tokens.selected_T is None:
+        raise BatchError("this policy loss needs `selected_T`, the tokens with a high covariance, which is missing")
+    return tokens.selected_T & tokens.mask_T
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ RATIO_LEVELS: Registry[RatioLevel] = Registry("importance ratio level")
 
 @RATIO_LEVELS.register("token")
 def per_token(pair: RolloutPair) -> Tensor:
-    """x_t."""
+    """x_t = log pi_old - log pi_engine; the ratio is exp(x_t)."""
     return pair.log_ratio_T
 
 

@@ -25,6 +25,7 @@ from mrl.redaction import redact_text
 VERBS = {
     "show": ("mrl.cli.show", "print the resolved configuration, how a run ended, the difference of two, or the schema"),
     "explain": ("mrl.cli.explain", "show the numbers of a configuration: batch arithmetic, ranks of each layout"),
+    "algorithms": ("mrl.cli.algorithms", "list advantages, losses and estimators with paper, formula and options"),
     "import": ("mrl.cli.import_config", "make a configuration from a script or a YAML file of verl"),
     "data": ("mrl.cli.data", "write a published data set as the files that presets expect"),
     "check": ("mrl.cli.check", "check everything that a run needs before it starts"),

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mrl.config.bounds import Amount, Count, Proportion, Share, at_least, component, more_than
+from mrl.config.bounds import Amount, Bound, Count, Proportion, Share, at_least, component, more_than
 
 ADVANTAGES = (
     *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl"),
 )
 POLICY_LOSSES = (
     *("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg"),
-    *("sapo", "dppo_tv", "dppo_kl", "topr"),
+    *("sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov"),
 )
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+"""Policy losses that read old log-probs before the first update of a step."""
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "kl", "mse", "low_var_kl")
 KlEstimator = Annotated[str, component("KL estimator", KL_ESTIMATORS)]
@@ -59,6 +61,14 @@ class LossConfig:
     """For `sapo`: how fast the gate closes for tokens with a positive advantage."""
     tau_neg: Annotated[float, more_than(0)] = 1.05
     """For `sapo`: the same for other tokens."""
+    cov_share: Annotated[float, Bound("more than 0 and at most 1", lambda value: 0 < value <= 1)] = 0.0002
+    """For `clip_cov` and `kl_cov`: share of an update's tokens that are dropped or penalized, at least one token."""
+    cov_low: float = 1.0
+    """For `clip_cov`: dropped tokens have a covariance of log-prob and advantage above this."""
+    cov_high: float = 5.0
+    """For `clip_cov`: dropped tokens have a covariance below this."""
+    cov_kl_coef: Annotated[float, more_than(0)] = 1.0
+    """For `kl_cov`: coefficient of the penalty."""
     dual_clip: Annotated[float, more_than(1)] | None = 3.0
     """With a negative advantage, the loss of a token is at most the advantage times this. Null sets no bound."""
     entropy_coef: Amount = 0.0

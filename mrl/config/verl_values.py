@@ -126,8 +126,20 @@ def advantage(value: Any, values: Values) -> str:
     return among(ADVANTAGES, grpo=grpo, grpo_vectorized=grpo, rloo_vectorized="rloo")(value, values)
 
 
+def of_loss(policy: str) -> Convert:
+    """Keep a number that only this policy loss reads. Say so if the file names another one."""
+
+    def convert(value: Any, values: Values) -> str:
+        mode = find(values, "loss_mode") or "vanilla"
+        return same(value, values) if mode == policy else f", but loss_mode is {mode}: this value has no effect"
+
+    return convert
+
+
 def grpo_by_std(value: Any, values: Values) -> str:
     estimator = find(values, "adv_estimator")
+    if estimator == "grpo_passk":
+        return ", but mrl's grpo_passk always divides by the standard deviation" if value is False else "=grpo_passk"
     if estimator not in (None, "grpo", "grpo_vectorized"):
         return f", but adv_estimator is {estimator}: this value has no effect"
     return "=dr_grpo" if value is False else "=grpo"

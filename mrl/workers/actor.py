@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
+from mrl.algos.covariance import UpdateTokens, select_tokens
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
 from mrl.algos.rollout_correction import (
@@ -22,7 +24,7 @@ from mrl.algos.rollout_correction import (
 )
 from mrl.algos.rows import Rows
 from mrl.config import step_calls
-from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
+from mrl.config.algorithm import COVARIANCE_LOSSES, AlgorithmConfig, DistillationConfig
 from mrl.config.peft_settings import TENSORS_FILE
 from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.dtypes import torch_dtype
@@ -115,14 +117,28 @@ class ActorRolloutRefWorker(ModelWorker):
             raise BatchError("router replay needs the column `routes`, which nothing has written")
         names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", *step_calls.TEACHER_COLUMNS)
         columns = optional_values(batch, *names)
-        rows = token_rows(batch, columns)
         loss = self._algorithm.loss
+        if loss.policy in COVARIANCE_LOSSES:
+            columns["selected"] = self._selected(batch, columns)
+        rows = token_rows(batch, columns)
         norm = LossNormalizer.of(
             loss.aggregation, rows_of(rows), rows.columns["response_mask"], self._horizon_tokens, self.sum_over_shards
         )
         entropy: EntropyUse = "grad" if loss.entropy_coef else "value" if loss.log_entropy else "none"
         request = ScoreRequest(self._temperature, entropy, divergence=self._divergence())
         return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
+
+    def _selected(self, batch: DataProto, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the tokens of this update that `clip_cov` or `kl_cov` treats differently."""
+        loss = self._algorithm.loss
+        if "old_log_probs" not in columns:
+            raise BatchError(f"{loss.policy} needs the column `old_log_probs`, which nothing has written")
+        lengths_B, ids_B = torch.from_numpy(batch.lengths("responses").copy()), torch.from_numpy(batch.row_ids.copy())
+        old_T, advantages_T = columns["old_log_probs"], columns["advantages"]
+        tokens = UpdateTokens(
+            Rows.of(lengths_B), response_mask(batch), old_T, advantages_T, ids_B, self.sum_over_shards
+        )
+        return select_tokens(tokens, loss)
 
     def _divergence(self) -> DivergenceRequest | None:
         """Return the divergence to compute, if any. The teacher's matrix is on the device only while it is used."""
@@ -204,7 +220,7 @@ def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput)
         columns.get("teacher_log_probs"),
         batch.scores.divergence_T,
     )
-    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, columns["advantages"])
+    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, columns["advantages"], columns.get("selected"))
     objective = actor_objective(tokens, config.loss, norm, extra, config.kl, config.distillation)
     means = _means(batch, norm, config.distillation)
     return LossOutput(objective.loss, {"loss": objective.loss.detach()} | objective.reports | means)

@@ -101,6 +101,8 @@ def group_advantage(name: str, scores: list[float], uids: list[str], num_tokens:
                 "grpo": (scores[i] - centre) / (deviation + 1e-6),
                 "rloo": scores[i] - mean(others),
                 "gpg": scores[i] - centre,
+                "grpo_passk": (max(own) - max(others)) / (deviation + 1e-6),
+                "maxrl": (scores[i] - centre) / centre if centre else 0.0,
                 "opo": scores[i] - math.fsum(scores[j] * num_tokens[j] for j in members) / (weighed or 1),
             }[name]
     if name == "gpg":
@@ -221,6 +223,43 @@ def topr(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dua
         (-w * a * lp, -w * a, a < 0 and log_ratio > 1e-3, False)
         for w, a, lp in zip(weights, advantages, log_probs, strict=True)
     ]
+
+
+def covariances(old: Row, advantages: Row) -> Row:
+    centres = mean(old), mean(advantages)
+    return [(o - centres[0]) * (a - centres[1]) for o, a in zip(old, advantages, strict=True)]
+
+
+def chosen_by_covariance(
+    name: str, old: Row, advantages: Row, places: list[tuple[int, int]], share: float, bounds: tuple[float, float]
+) -> list[bool]:
+    """Whether each token of an update is dropped (clip_cov) or penalized (kl_cov)."""
+    covariance = covariances(old, advantages)
+    keys: list[float] = list(covariance)
+    candidates = list(range(len(old)))
+    if name == "clip_cov":
+        keys = [split_mix(split_mix(row) ^ t) >> 1 for row, t in places]
+        candidates = [i for i in candidates if bounds[0] < covariance[i] < bounds[1]]
+    best = sorted((keys[i] for i in candidates), reverse=True)[: max(1, int(share * len(old)))]
+    return [i in set(candidates) and keys[i] >= best[-1] for i in range(len(old))]
+
+
+def split_mix(state: int) -> int:
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+def clip_cov(lp: float, old: float, a: float, dropped: bool, low: float, high: float) -> tuple[float, float]:
+    loss, slope, *_ = ppo([lp], [old], [a], low, high, None)[0]
+    return (0.0, 0.0) if dropped else (loss, slope)
+
+
+def kl_cov(lp: float, old: float, a: float, penalized: bool, coef: float) -> tuple[float, float]:
+    x = clamp(lp - old, -20, 20)
+    loss, coef = -a * math.exp(x), coef if penalized else 0.0
+    return loss + coef * abs(x), loss + coef * ((x > 0) - (x < 0))
 
 
 POLICY_LOSSES = {

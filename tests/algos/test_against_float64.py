@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from mrl.algos.rollout_correction import (
     correction_weights,
     mismatch_metrics,
 )
-from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
+from mrl.config.algorithm import COVARIANCE_LOSSES, AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from tests.algos import oracles
 from tests.algos.cases import Case, all_cases
 
@@ -59,10 +60,10 @@ def norm_of(case: Case, mode: str) -> LossNormalizer:
 
 
 def test_all_names_are_tested() -> None:
-    assert set(POLICY_LOSSES) - {"vanilla", "geo_mean"} == set(oracles.POLICY_LOSSES)
+    assert set(POLICY_LOSSES) - {"vanilla", "geo_mean", *COVARIANCE_LOSSES} == set(oracles.POLICY_LOSSES)
     assert set(KL_ESTIMATORS) - {"kl", "mse", "low_var_kl"} == {"k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"}
     assert set(RATIO_LEVELS) == {"token", "sequence", "geometric"}
-    assert len(set(adv.ADVANTAGES)) == 9
+    assert len(set(adv.ADVANTAGES)) == 11
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -188,9 +189,11 @@ def expected_rows(case: Case, name: str, scores: list[float]) -> list[float]:
     return oracles.group_advantage(name, scores, case.uids, [sum(row) for row in case.mask])
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "maxrl"])
 def test_group_advantages(name: str) -> None:
     for number, case in enumerate(all_cases()):
+        if name == "maxrl":
+            case = replace(case, scores=[abs(score) for score in case.scores])
         # Scores that differ by little show the floor under the standard deviation.
         scale, offset = [(1.0, 0.0), (1e-6, 1.0), (1.0, 100.0)][number % 3]
         outcomes = case.outcomes

@@ -38,7 +38,7 @@ from mrl.errors import BatchError, ConfigError, MrlError, NameUnknown, RewardErr
 from tests.algos.cases import make_case, take_rows
 
 KL = KlConfig(where="loss", coef=1.0)
-GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg"]
+GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk"]
 
 
 def column(*values: float) -> Tensor:
@@ -158,6 +158,17 @@ def test_a_group_that_wrote_nothing_has_finite_advantages() -> None:
 def test_a_uniform_group_has_advantage_exactly_zero(name: str, score: float) -> None:
     """A mean of equal floats is not that float, and 1e-17 over a floor of 1e-6 is not 0."""
     assert group_advantages(name, [score] * 3 + [1.0, 0.0], ["u"] * 3 + ["v"] * 2)[:3] == [0, 0, 0]
+
+
+def test_a_negative_score_has_no_place_in_maxrl() -> None:
+    with pytest.raises(RewardError, match=r"1 of 3 scores are negative.*-0.5 \(uid b\)"):
+        group_advantages("maxrl", [1.0, 0.0, -0.5], ["b", "b", "b"])
+    assert group_advantages("maxrl", [0.0, 0.0, 1.0, 0.0, 0.0, 0.0], ["a"] * 2 + ["b"] * 4) == [0, 0, 3, -1, -1, -1]
+
+
+def test_two_answers_that_are_equally_good_have_no_advantage_at_pass_at_k() -> None:
+    assert group_advantages("grpo_passk", [1.0, 1.0, 0.0], ["a"] * 3) == [0, 0, 0]
+    assert group_advantages("grpo_passk", [1.0, 0.5, 0.0], ["a"] * 3) == pytest.approx([1, 0, 0], abs=1e-5)
 
 
 def test_variance_survives_a_large_offset() -> None:
@@ -338,7 +349,7 @@ def test_the_adaptive_coefficient_moves_the_right_way_and_never_to_nan() -> None
 def test_only_the_new_policy_is_differentiated(name: str) -> None:
     rows, mask_T = Rows.of([2]), torch.ones(2, dtype=torch.bool)
     old_T, advantages_T, log_probs_T, weights_T, ref_T = (column(-1, -2).requires_grad_() for _ in range(5))
-    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
+    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T, mask_T)
     norm = LossNormalizer.of("token-mean", rows, mask_T)
     extra = ActorColumns(ref_T, rollout_weights_T=weights_T)
     actor_objective(tokens, LossConfig(policy=name), norm, extra, KL).loss.backward()
@@ -394,6 +405,7 @@ def test_a_token_without_a_rollout_log_prob_is_an_error() -> None:
 
 def test_inputs_are_not_modified() -> None:
     case = make_case(11)
+    case.scores = [abs(score) for score in case.scores]
     columns = {name: case.column(name) for name in case.columns}
     outcomes, mask_T = case.outcomes, case.mask_T
     baselines_B = column(*case.baselines)
@@ -403,7 +415,7 @@ def test_inputs_are_not_modified() -> None:
     for name in ADVANTAGES:
         estimate_advantages(inputs, AlgorithmConfig(advantage=name))
     norm = LossNormalizer.of("token-mean", case.rows, mask_T)
-    tokens = PolicyTokens(case.rows, mask_T, columns["log_probs"], columns["old"], columns["advantages"])
+    tokens = PolicyTokens(case.rows, mask_T, columns["log_probs"], columns["old"], columns["advantages"], mask_T)
     extra = ActorColumns(columns["ref"], columns["entropy"], columns["values"])
     for name in POLICY_LOSSES:
         actor_objective(tokens, LossConfig(policy=name, entropy_coef=1), norm, extra, KL)

@@ -26,8 +26,8 @@ from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, Lo
 from tests.algos.cases import NUM_CASES, Case, make_case, on_ranks, take_rows
 
 MODES = sorted(AGGREGATIONS)
-LOSSES = ["ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr"]
-GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg"]
+LOSSES = ["ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov"]
+GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk"]
 TOKEN_WISE = ["gae", "reinforce_plus_plus", "remax"]
 ALL = [*GROUP_WISE, *TOKEN_WISE, "reinforce_plus_plus_baseline"]
 NUM_EXAMPLES = 8 if NUM_CASES >= 1000 else 2
@@ -50,7 +50,7 @@ def actor_part(case: Case, chosen: list[int], norm: LossNormalizer, name: str, l
     rows, (mask_T, log_probs_T, old_T, advantages_T, ref_T, entropy_T, weights_T) = take_rows(
         case.rows, chosen, case.mask_T, leaf_T, *(case.column(column) for column in columns)
     )
-    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T)
+    tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, advantages_T, ref_T < log_probs_T)
     extra = ActorColumns(ref_T, entropy_T, weights_T)
     kl = KlConfig(where="loss", coef=0.5, in_loss="k2")
     return actor_objective(tokens, LossConfig(policy=name, entropy_coef=0.2), norm, extra, kl)
@@ -182,7 +182,7 @@ def test_laws_of_group_advantages(name: str, seed: int, shift: float, scale: flo
     assert torch.equal(row_advantage(renamed, name, scores_B, floor=0.0).nan_to_num(), plain_B)
     assert torch.allclose(row_advantage(case, name, scores_B + shift, floor=0.0).nan_to_num(), plain_B, atol=1e-8)
     scaled_B = row_advantage(case, name, scores_B * scale, floor=0.0).nan_to_num()
-    assert torch.allclose(scaled_B, plain_B if name == "grpo" else plain_B * scale, atol=1e-8)
+    assert torch.allclose(scaled_B, plain_B if name in ("grpo", "grpo_passk") else plain_B * scale, atol=1e-8)
     if name in ("grpo", "dr_grpo", "rloo"):
         assert PromptGroups.of(case.uids).sum(plain_B).abs().max() < 1e-9
 

@@ -17,6 +17,7 @@ LIGHT = [
     ("show", "--help"),
     ("explain", "--help"),
     ("show", "--schema"),
+    ("algorithms",),
     ("show", CONFIG),
     ("explain", CONFIG),
 ]

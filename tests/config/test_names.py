@@ -16,7 +16,7 @@ from tests.apart import run_python
 Write = Callable[..., str]
 UNKNOWN = {
     "algorithm.advantage=gpro": 'unknown advantage estimator "gpro" (did you mean "grpo"?',
-    "algorithm.loss.policy=gspo_token": 'unknown policy loss "gspo_token" (known: cispo, dppo_kl, ',
+    "algorithm.loss.policy=gspo_token": 'unknown policy loss "gspo_token" (known: cispo, clip_cov, ',
     "algorithm.loss.aggregation=token_mean": 'unknown loss aggregation "token_mean" (did you mean "token-mean"?',
     "algorithm.kl.in_loss=k3++": 'unknown KL estimator "k3++" (did you mean "k3+"?',
     "algorithm.correction.level=tokens": 'unknown importance ratio level "tokens" (did you mean "token"?',

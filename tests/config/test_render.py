@@ -70,6 +70,10 @@ algorithm:
     clip_high: 0.2                               # default
     tau_pos: 1.0                                 # default
     tau_neg: 1.05                                # default
+    cov_share: 0.0002                            # default
+    cov_low: 1.0                                 # default
+    cov_high: 5.0                                # default
+    cov_kl_coef: 1.0                             # default
     dual_clip: 3.0                               # default
     entropy_coef: 0.0                            # default
     log_entropy: true                            # default

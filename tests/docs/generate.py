@@ -24,6 +24,7 @@ from mrl.algos.losses import POLICY_LOSSES
 from mrl.algos.preference import PREFERENCE_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.arithmetic import num_engines, role_mesh
+from mrl.config.catalog import algorithms
 from mrl.config.keys import ENTRY, describe_type, fields_of
 from mrl.config.resolved.load import load_any_config
 from mrl.config.resolved.sources import read_chain
@@ -183,6 +184,21 @@ def names() -> str:
         "rollout.engine": ["vllm", "transformers"],
     }
     return table(("key", "names"), ((f"`{key}`", ", ".join(f"`{name}`" for name in of)) for key, of in known.items()))
+
+
+def algorithm_table() -> str:
+    """List every algorithm with its paper, formula and options."""
+    rows = (
+        (
+            ", ".join(f"`{name}`" for name in algorithm.names),
+            algorithm.kind,
+            algorithm.paper,
+            algorithm.formula,
+            ", ".join(f"`{option}`" for option in algorithm.options),
+        )
+        for algorithm in algorithms()
+    )
+    return table(("name", "kind", "paper (arXiv)", "formula", "options"), rows)
 
 
 def _sections(section: type, path: KeyPath, listed: dict[type, KeyPath]) -> Iterator[str]:
@@ -560,6 +576,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         site_schema,
         kubernetes_schema,
         names,
+        algorithm_table,
         files,
         layers,
         budgets,

@@ -22,6 +22,8 @@ SUMS = (" loss", "/loss", "/pg_loss", "/kl_loss", "/vf_loss", "/entropy", "/dist
 """Weighted sums over tokens."""
 BY_ADVANTAGE = ("actor loss", "actor/loss", "actor/pg_loss")
 """Sums of advantages. Their error grows with the largest advantage, which whitening makes large."""
+BY_SEQUENCE = ("chi2_seq",)
+"""Means of exp(2 sum_t x_t). Their relative error is twice the sum of the errors of all tokens of a sequence."""
 TOLERANCE, NORM_TOLERANCE = 1e-5, 5e-5
 """Allowed differences in float32. A norm accumulates the rounding of all gradients and of earlier updates."""
 Differences = dict[str, float]
@@ -46,6 +48,7 @@ def hold(config: dict[str, Any], recorded: Mapping[str, Any], function: str) -> 
         for name, value in differences.items():
             size = _weight(config) if name.endswith(SUMS) else 1.0
             size *= max(1.0, advantage) if name.endswith(BY_ADVANTAGE) else 1.0
+            size *= 2 * config["rollout"]["max_response_tokens"] if name.endswith(BY_SEQUENCE) else 1.0
             largest[name] = max(largest[name], value / size)
     return dict(largest)
 

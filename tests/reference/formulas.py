@@ -30,6 +30,7 @@ class Row:
     written: Tensor  # which response tokens the model wrote
     baseline: float = math.nan
     columns: dict[str, Tensor] = field(default_factory=dict)  # one value per written token
+    selected: Tensor | None = None  # written tokens that clip_cov or kl_cov treats differently
 
     @property
     def num_written(self) -> int:
@@ -101,6 +102,8 @@ def row_advantages(name: str, rows: Sequence[Row], scores: Sequence[float]) -> l
         spread = math.sqrt(sum((scores[index] - mean) ** 2 for index in group) / max(n - 1, 1))
         for index in group:
             others = (n * mean - scores[index]) / max(n - 1, 1)
+            of_group = [scores[other] for other in group]
+            rest = [scores[other] for other in group if other != index]
             advantages[index] = {
                 "grpo": (scores[index] - mean) / (spread + 1e-6),
                 "dr_grpo": scores[index] - mean,
@@ -108,6 +111,8 @@ def row_advantages(name: str, rows: Sequence[Row], scores: Sequence[float]) -> l
                 "rloo": scores[index] - others,
                 "opo": scores[index] - weighted,
                 "gpg": (scores[index] - mean) * len(rows) / max(varied, 1),
+                "grpo_passk": (max(of_group) - max(rest, default=0.0)) / (spread + 1e-6),
+                "maxrl": (scores[index] - mean) / (mean or 1.0),
             }[name]
             if n == 1:
                 advantages[index] = 0.0  # a single sample has no comparison
@@ -206,8 +211,46 @@ def policy_loss(
         of_row, falls = log_ratio.detach().sum(), advantage < 0
         weight = torch.where(falls, of_row.exp().clamp(max=1), 1.0)
         return -weight * advantage * log_probs, reports | {"pg_clipfrac": (falls & (of_row > 1e-3)).double()}
+    if name in ("clip_cov", "kl_cov"):
+        assert row.selected is not None, "select_tokens runs first"
+        plain, chosen = -advantage * ratio, {"cov_selected": row.selected.double(), "pg_clipfrac": zeros}
+        if name == "kl_cov":
+            return plain + row.selected.double() * loss["cov_kl_coef"] * log_ratio.abs(), reports | chosen
+        clipped = -advantage * ratio.clamp(1 - low, 1 + high)
+        chosen["pg_clipfrac"] = ((clipped > plain) & ~row.selected).double()
+        return torch.max(plain, clipped) * ~row.selected, reports | chosen
     assert name == "gpg", name
     return -advantage * log_probs, reports | {"pg_clipfrac": zeros}
+
+
+def select_tokens(loss: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Mark the tokens of an update that clip_cov or kl_cov treats differently.
+
+    Of N tokens, n = max(1, floor(cov_share N)): for kl_cov, those with the highest Cov_t = (log pi_old_t - mean)
+    (A_t - mean); for clip_cov, those with cov_low < Cov_t < cov_high whose hash of row and position is highest.
+    """
+    if loss["policy"] not in ("clip_cov", "kl_cov"):
+        return
+    log_probs, advantages = (torch.cat([row.columns[name] for row in rows]) for name in ("old_log_probs", "advantages"))
+    covariance = ((log_probs - log_probs.mean()) * (advantages - advantages.mean())).tolist()
+    places = [(row, at, t) for row in rows for at, t in enumerate(row.written.nonzero().flatten().tolist())]
+    keys, tokens = covariance, list(range(len(places)))
+    if loss["policy"] == "clip_cov":
+        keys = [mixed(mixed(row.row_id) ^ t) >> 1 for row, _, t in places]
+        tokens = [token for token in tokens if loss["cov_low"] < covariance[token] < loss["cov_high"]]
+    tokens = sorted(tokens, key=lambda token: -keys[token])[: max(1, int(loss["cov_share"] * len(places)))]
+    chosen = {(places[token][0].row_id, places[token][1]) for token in tokens}
+    for row in rows:
+        is_chosen = [(row.row_id, at) in chosen for at in range(row.num_written)]
+        row.selected = torch.tensor(is_chosen, dtype=torch.bool)
+
+
+def mixed(state: int) -> int:
+    """Return the output of SplitMix64 from this state."""
+    z = (state + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
 
 
 def importance_ratio(level: str, row: Row) -> Tensor:

@@ -35,7 +35,8 @@ COMMON: dict[str, tuple[Any, ...]] = {
     # Not abs: if the policy equals its reference, as in each first update, its gradient is a rounding error's sign.
     "in_loss": ("k3", "k1", "k2", "k1+", "k3+", "abs+"),
     "aggregation": ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
-    "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr"),
+    # Not kl_cov, for the same reason: its penalty is abs.
+    "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov"),
     "temperature": (0.7, 1.0),
     "updates": ("2 updates", "1 update", "3 updates", "2 updates 2 epochs"),
     "schedule": ("warmup linear", "constant", "cosine"),
@@ -51,7 +52,8 @@ COMMON: dict[str, tuple[Any, ...]] = {
 }
 GROUPS = {
     "advantage": (
-        *("grpo", "rloo", "dr_grpo", "opo", "gpg"),
+        # Not maxrl, which excludes other levels: those with negative scores.
+        *("grpo", "rloo", "dr_grpo", "opo", "gpg", "grpo_passk"),
         *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
     ),
     "gamma": ((1.0, 1.0), (0.9, 0.8)),
@@ -136,6 +138,8 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
                 "clip_low": low,
                 "clip_high": high,
                 "dual_clip": dual,
+                "cov_share": 0.2,
+                "cov_low": 0.01,
                 "entropy_coef": options["entropy"],
                 "value_clip": options.get("value_clip", 0.5),
             },
@@ -175,6 +179,8 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
     if options["distillation"]:
         form, of_form = options["distillation"]
         form = "advantage" if form == "sampled" and options["updates"] != "1 update" else form
+        if form == "advantage" and options["policy"] == "clip_cov":  # refused together
+            form, of_form = "top_k", 0.0
         by = {"sampled": {"estimator": of_form}, "advantage": {}}.get(form, {"beta": of_form})
         values["algorithm"]["distillation"] = {"form": form, "coef": 0.3, "top_k": 6, **by}
         values["teacher"] = {"path": str(models / "teacher"), "dtype": "float32", "max_tokens_per_device": 64}

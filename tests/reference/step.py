@@ -116,6 +116,7 @@ class Reference:
             num_samples > batch["samples_per_update"]
             or kl["where"] in ("reward", "both")
             or self.algorithm["correction"] is not None
+            or self.algorithm["loss"]["policy"] in ("clip_cov", "kl_cov")
         ):
             add_column(rows, "old_log_probs", lambda row: self.log_probs(self.actor, row)[0])
             figures |= formulas.mismatch(rows)
@@ -243,6 +244,7 @@ class Reference:
         loss, kl, taught = self.algorithm["loss"], self.algorithm["kl"], self.algorithm["distillation"]
         terms: dict[str, Any] = {"pg_loss": 0.0, "kl_loss": 0.0, "entropy": 0.0, "distill_loss": 0.0}
         sums: Counter[str] = Counter()
+        formulas.select_tokens(loss, rows)
         for row, weight in zip(rows, formulas.token_weights(self.config, rows), strict=True):
             log_probs, entropy = self.log_probs(self.actor, row)
             of_token, reports = formulas.policy_loss(loss, taught, log_probs, row)

@@ -73,6 +73,9 @@ def actor_loss(
     plain = [plain_row(row) for row in rows]
     num_tokens = sum(row.num_written for row in plain)
     terms, reports = dict[str, Tensor](), Counter[str]()
+    for number, plain_one in enumerate(plain):
+        plain_one.row_id = number
+    formulas.select_tokens(algorithm["loss"], plain)
     weights = formulas.token_weights(_config(algorithm, horizon_tokens), plain)
     for row, weight, log_probs, entropy in zip(plain, weights, given["log_probs"], given["entropy"], strict=True):
         if not row.num_written:

@@ -58,7 +58,7 @@ def make_rows(*names: str, with_holes: bool = True) -> list[Row]:
     return rows
 
 
-def batch_of(rows: Sequence[Row], first_id: int = 0) -> DataProto:
+def batch_of(rows: Sequence[Row], first_id: int = 0, row_ids: Sequence[int] | None = None) -> DataProto:
     """Return the rows as a worker gets them, without a mask if every token was written."""
     tensors: dict[str, Any] = {
         "prompts": from_rows([row.prompt for row in rows]),
@@ -70,7 +70,8 @@ def batch_of(rows: Sequence[Row], first_id: int = 0) -> DataProto:
         tensors["response_mask"] = from_rows([[int(is_written) for is_written in row.mask] for row in rows])
     for name in rows[0].columns:
         tensors[name] = from_rows([row.columns[name] for row in rows])
-    return DataProto.from_dict(tensors, row_ids=first_id + 10 * np.arange(len(rows))[::-1])
+    ids = first_id + 10 * np.arange(len(rows))[::-1] if row_ids is None else row_ids
+    return DataProto.from_dict(tensors, row_ids=ids)
 
 
 def make_place(rank: int = 0, mesh: Mesh | None = None) -> RankInfo:

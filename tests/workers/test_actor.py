@@ -14,7 +14,7 @@ from mrl.algos.aggregate import AGGREGATIONS
 from mrl.algos.kl import KL_ESTIMATORS
 from mrl.algos.losses import POLICY_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
-from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
+from mrl.config.algorithm import COVARIANCE_LOSSES, AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from mrl.config.step_calls import TEACHER_COLUMNS
 from mrl.controller.worker import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
@@ -27,7 +27,7 @@ from tests.workers.stubs import OUTCOME, SETUP, OfShards, Shards, StubEngine, ba
 
 TEMPERATURE, HORIZON = 0.7, 50
 ALL = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
-LOSS = LossConfig(clip_low=0.15, clip_high=0.35, dual_clip=1.5)
+LOSS = LossConfig(clip_low=0.15, clip_high=0.35, dual_clip=1.5, cov_share=0.2, cov_low=0.01, cov_kl_coef=0.7)
 KL = KlConfig(where="none", coef=0.2, in_reward="abs", in_loss="k2")
 
 
@@ -75,7 +75,7 @@ def update(
         worker = worker_of(config, Scores(log_probs_T=log_probs, entropy_T=entropy), shards, shard)
         num_rows = len(places[shard])
         sizes = [[2] * (num_rows // 2) + [1] * (num_rows % 2)]
-        return worker.update_actor(batch_of([rows[at] for at in places[shard]]), sizes), worker
+        return worker.update_actor(batch_of([rows[at] for at in places[shard]], row_ids=places[shard]), sizes), worker
 
     answers = shards.run(work)
     reports: dict[str, float] = {}
@@ -108,7 +108,8 @@ def check(
 def test_every_policy_loss_in_every_aggregation(policy: str, aggregation: str) -> None:
     num_shards = 1 + 2 * (len(policy + aggregation) % 2)
     reports = check(config_of(replace(LOSS, policy=policy, aggregation=aggregation)), num_shards=num_shards)
-    never = policy in ("gpg", "sapo")
+    never = policy in ("gpg", "sapo", "kl_cov")
+    assert 0 < reports.get("cov_selected", 0.5) < 1
     assert never or 0 < reports["pg_clipfrac"] < 1, "some tokens are clipped, and some are not"
     assert reports.get("pg_clipfrac_lower", 0.5) > 0
 
@@ -160,7 +161,7 @@ def test_the_correction_weighs_the_kl_and_not_the_entropy() -> None:
     assert reports["entropy"] == plain["entropy"]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("policy", sorted({*POLICY_LOSSES} - {*COVARIANCE_LOSSES}))
 @pytest.mark.parametrize("with_correction", [False, True])
 def test_without_old_log_probs_the_policys_own_are_meant(policy: str, with_correction: bool) -> None:
     rows = make_rows("advantages", "rollout_log_probs")
@@ -168,6 +169,12 @@ def test_without_old_log_probs_the_policys_own_are_meant(policy: str, with_corre
     reports = check(config_of(replace(LOSS, policy=policy), correction=correction), rows=rows, num_shards=2)
     assert reports["ppo_kl"] == 0
     assert reports["pg_clipfrac"] == 0
+
+
+@pytest.mark.parametrize("policy", COVARIANCE_LOSSES)
+def test_losses_by_covariance_need_old_log_probs(policy: str) -> None:
+    with pytest.raises(BatchError, match=f"{policy} needs the column `old_log_probs`"):
+        check(config_of(replace(LOSS, policy=policy)), rows=make_rows("advantages"))
 
 
 def test_without_log_probs_of_the_engine_nothing_is_said_of_them() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mrl.config.algorithm import COVARIANCE_LOSSES
 from mrl.config.arithmetic import updates_per_step
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.errors import Problem
 
 _DISTILLATION = "algorithm.distillation"
-_COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
+_COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl")
 
 
 def check_algorithm(config: Config) -> Iterator[Problem]:
@@ -34,9 +35,34 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
         ahead = f"{config.asynchrony.ahead} batches ahead"
         what = f"{ahead}: samples of older weights would be used as if the current weights had drawn them"
         yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
+    yield from _covariance(config)
+    yield from _without_penalties(config)
     yield from _distillation(config)
     if algorithm.router_replay != "none":
         yield from _router_replay(config)
+
+
+def _covariance(config: Config) -> Iterator[Problem]:
+    """Yield what keeps `clip_cov` and `kl_cov` from the covariances of their paper."""
+    loss, distillation = config.algorithm.loss, config.algorithm.distillation
+    if loss.policy == "clip_cov" and loss.cov_low >= loss.cov_high:
+        key, what = "algorithm.loss.cov_low", f"no covariance is above {loss.cov_low:g} and below {loss.cov_high:g}"
+        yield problem(key, what, f"{key}={min(1.0, loss.cov_high - 1):g}")
+    if loss.policy in COVARIANCE_LOSSES and distillation is not None and distillation.form == "advantage":
+        what = f"{loss.policy} reads the covariance of advantages before the teacher's part is added to them"
+        yield problem(f"{_DISTILLATION}.form", what, f"{_DISTILLATION}.form=top_k, or algorithm.loss.policy=ppo")
+
+
+def _without_penalties(config: Config) -> Iterator[Problem]:
+    """Yield the penalties that would make scores negative, for an estimator that divides by their mean."""
+    algorithm = config.algorithm
+    if algorithm.advantage != "maxrl":
+        return
+    what = "maxrl divides by the mean score of a prompt, which must not be negative"
+    if algorithm.kl.where in ("reward", "both"):
+        yield problem("algorithm.kl.where", f"{what}: the KL in the reward is subtracted from it", "kl.where=loss")
+    if algorithm.overlong is not None:
+        yield problem("algorithm.overlong", f"{what}: the penalty is subtracted from it", "algorithm.overlong=null")
 
 
 def _router_replay(config: Config) -> Iterator[Problem]:
