@@ -39,6 +39,8 @@ def hold(config: dict[str, Any], recorded: Mapping[str, Any], function: str) -> 
     for number, step in enumerate(recorded["steps"], 1):
         assert step["step"] == number, f"step {step['step']} was recorded as number {number}"
         expected = reference.step(number, rounds_of(step["calls"], function))
+        if config["reward_model"]:
+            expected["metrics"]["groups/uniform_share"] = _uniform_share(step)
         differences = _of_step(step, expected) | _of_metrics(lines[number - 1], expected["metrics"], number)
         for role, directory in step["weights"].items():
             differences[f"{role} weights"] = _of_weights(directory, getattr(reference, role))
@@ -140,6 +142,16 @@ def _of_step(step: Mapping[str, Any], expected: Mapping[str, Any]) -> Difference
             differences[f"{role} {name}"] = max(_largest(a, b) for a, b in pairs)
     differences["kl_coef"] = _largest([step["kl_coef"]], [expected["kl_coef"]])
     return differences
+
+
+def _uniform_share(step: Mapping[str, Any]) -> float:
+    """Return the share of prompts with equal recorded scores. Two sums with a model's rounding are equal by chance."""
+    sampled = [entry for call in step["calls"] if call["kind"] == "training" for entry in call["rows"]]
+    uids = {entry["row_id"]: entry["uid"] for entry in sampled}
+    scores = defaultdict[str, set[float]](set)
+    for row_id, (score,) in _by_row(step["scores"]).items():
+        scores[uids[row_id]].add(score)
+    return sum(len(of_prompt) == 1 for of_prompt in scores.values()) / len(scores)
 
 
 def _by_row(column: Mapping[Any, list[float]]) -> dict[int, list[float]]:

@@ -282,7 +282,7 @@ def _record(case: LocalCase, directory: Path, groups: ParallelGroups) -> dict[st
     file.write_text(json.dumps(case.values | {"run": {"name": case.name, "dir": str(place)}}))
     resolved = load_config(str(file))
     with (
-        patch("mrl.workers.model_worker.model_parallel", lambda parallel, seed: nullcontext(groups)),
+        patch("mrl.workers.model_worker.open_groups", lambda settings, seed: nullcontext(groups)),
         patch(
             "mrl.trainer.ppo.build_components",
             lambda config, path, events, clock: local_team(case, groups, config, events, clock),
