@@ -19,7 +19,7 @@ def _wrong_norm(path: str) -> ModelSpec:
 
 
 def _with_wrong_norm(init_model: Callable[[], ModelFacts]) -> ModelFacts:
-    with mock.patch("mrl.workers.model_worker.read_spec", _wrong_norm):
+    with mock.patch("mrl.workers.strategies.read_spec", _wrong_norm):
         return init_model()
 
 
