@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -77,12 +77,10 @@ def _padding_unmasked(original: Any) -> Any:
 def _position_shifted(original: Any) -> Any:
     def pack(*arguments: Any) -> Any:
         batch = original(*arguments)
-        ends = batch.params.cu_seqlens_q.clone()
+        ends = batch.ends.clone()
         if len(ends) > 2:
             ends[1] += 1
-        batch.params.cu_seqlens_q = ends
-        batch.params.max_seqlen_q += 1  # the longest row may have grown
-        return batch
+        return replace(batch, ends=ends, longest=batch.longest + 1)  # the longest row may have grown
 
     return pack
 
