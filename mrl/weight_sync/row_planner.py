@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
@@ -17,7 +18,9 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM, Shard, dense_shards, hf_tensors
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
 from mrl.weight_sync.planner import LayerGroup, ParameterSite, ReshardPlanner, RolloutLayout
-from mrl.weight_sync.resharder import WeightSyncSpec
+
+if TYPE_CHECKING:
+    from mrl.weight_sync.resharder import WeightSyncSpec  # loads torch
 
 
 def planner_of(spec: ModelSpec, layout: ParallelConfig, num_trainers: int, route: WeightSyncSpec) -> ReshardPlanner:

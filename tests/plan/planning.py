@@ -17,7 +17,8 @@ REWARD_MODEL = {
     "reward_model": "{path: meta-llama/Llama-3.1-8B, max_tokens_per_device: 16384}",
     "placement__roles__reward_model": "all",
 }
-HARDWARE = {preset: "h200" if "405b" in preset or "235b-a22b-lora" in preset else "h100" for preset in PRESETS}
+_ON_H200 = ("405b", "235b-a22b-lora", "235b-a22b-fp8")
+HARDWARE = {preset: "h200" if any(name in preset for name in _ON_H200) else "h100" for preset in PRESETS}
 
 
 @cache
