@@ -60,12 +60,12 @@ def refusal(resolved: Resolved[Config], may_go_on: bool = True) -> str:
 def test_a_run_is_never_written_over(valid: str, write: Write) -> None:
     resolved = load_config(write(valid))
     with open_run_directory(resolved, may_go_on=True) as directory:
-        before = (directory / "config.yaml").stat()
+        before = (directory / "config.yaml").read_text(), (directory / "config.yaml").stat().st_mtime_ns
     assert refusal(resolved, may_go_on=False) == (
         "runs/demo: run.name: this directory is not empty, and has no checkpoint to continue from "
         "(choose another run.name or run.dir, or move that directory away)"
     )
-    assert (directory / "config.yaml").stat() == before
+    assert ((directory / "config.yaml").read_text(), (directory / "config.yaml").stat().st_mtime_ns) == before
     (directory / "config.yaml").rename(directory / "mine.txt")
     assert "this directory is not empty" in refusal(resolved), "a directory that is not a run of mrl is never moved"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def test_a_worker_refuses_weights_of_another_version(tmp_path: Path, monkeypatch
     monkeypatch.setattr(vllm_receiver, "get_tensor_model_parallel_rank", lambda: 0)
     settings = EngineSettings(Path("model"), "float32", "cpu", 40, 100, tmp_path, "replica")
     engine = vllm_receiver.IpcTransferEngine.__new__(vllm_receiver.IpcTransferEngine)
-    engine.model = module
+    engine.model, engine.vllm_config = module, SimpleNamespace(lora_config=None)
     engine.init_transfer_engine(vllm_receiver.ReceiverInfo(sockets=str(tmp_path), replica="replica"))
     before, sent = module.weight.detach().clone(), torch.arange(6.0).view(2, 3)
     try:
