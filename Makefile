@@ -61,6 +61,7 @@ test-extras: install ## the tests of optional features, with all optional packag
 	  --disable-pip-version-check --target .venv-extras --requirement requirements-extras.txt \
 	  && cp requirements-extras.txt .venv-extras/complete; }
 	PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/rewards/test_functions.py tests/data/test_reasoning_gym.py tests/observe/test_trackers.py tests/agents/test_frameworks.py
+	TRITON_INTERPRET=1 PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/engine/test_delta_kernels.py
 
 test-py312: ## parity table, engine and twins of presets with Python 3.12, megatron-core 0.19, torch for CUDA
 	@$(PYTHON312) -I launch/install.py .venv-py312

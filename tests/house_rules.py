@@ -62,7 +62,7 @@ WITHOUT_TORCH = {
     "cli",
 }
 TORCH_ONLY = {"algos"}
-HEAVY = {"torch", "transformers", "wandb", "mlflow", "swanlab", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
+HEAVY = {"torch", "transformers", "fla", "wandb", "mlflow", "swanlab", *LIBRARY_HOMES} - {"omegaconf", "yaml"}
 """Libraries that may be imported inside functions: slow to import, or an optional extra."""
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 60, 16, 6

@@ -8,7 +8,8 @@ Done token by token, this would be thousands of small steps. Here the correction
 triangular system, and only the matrices between such chunks are computed in order. All rows of a micro-batch take their
 chunks at the same time, and every row begins with zeros.
 
-It is written in torch and runs on any device. Kernels of flash-linear-attention (`fla`) are not used yet.
+This file has it in torch, for any device. On CUDA, `delta_kernels` computes 16-bit layers with the kernels of
+flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from mrl.engine import delta_kernels
 
 CHUNK = 64
 Lengths = npt.NDArray[np.int64]
@@ -40,6 +43,8 @@ class RowChunks:
     """Number of rows with a first chunk, with a second one, and so on."""
     positions: Tensor
     """Position of each token in its row."""
+    ends: Tensor
+    """Ends of the rows in the packed tokens, on the host, after a zero."""
 
     @classmethod
     def of(cls, lengths: Lengths, device: torch.device) -> RowChunks:
@@ -51,7 +56,12 @@ class RowChunks:
         row = np.repeat(np.arange(len(lengths)), lengths)
         position = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         places = (before[position // CHUNK] + rank[row]) * CHUNK + position % CHUNK
-        return cls(torch.from_numpy(places).to(device), tuple(num_rows.tolist()), torch.from_numpy(position).to(device))
+        return cls(
+            torch.from_numpy(places).to(device),
+            tuple(num_rows.tolist()),
+            torch.from_numpy(position).to(device),
+            torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)])),
+        )
 
     def grid(self, x: Tensor) -> Tensor:
         """Return [tokens, heads, ...] as [chunks, heads, tokens of a chunk, ...], with zeros at unused places."""
@@ -64,7 +74,7 @@ class RowChunks:
 
 
 def gated_delta_rule(qkv: tuple[Tensor, Tensor, Tensor], log_decay: Tensor, beta: Tensor, chunks: RowChunks) -> Tensor:
-    """Return the outputs [tokens, value heads, value dim], in float32 or wider.
+    """Return the outputs [tokens, value heads, value dim]. They are in float32 or wider, or of kernels' dtype.
 
     Queries and keys [tokens, key heads, key dim] are normalized here, and serve several of the values [tokens, value
     heads, value dim]. Only the arguments are kept for the backward pass, which computes the rest again.
@@ -77,17 +87,28 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         *tensors, ctx.chunks = arguments
         ctx.save_for_backward(*tensors)
-        return _in_chunks(tensors, ctx.chunks)
+        return _outputs(tensors, ctx.chunks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            outputs = _in_chunks(inputs, ctx.chunks)
+            outputs = _outputs(inputs, ctx.chunks)
         return (*torch.autograd.grad(outputs, inputs, grads[0]), None)
 
 
-def _in_chunks(inputs: Sequence[Tensor], chunks: RowChunks) -> Tensor:
+def _outputs(inputs: Sequence[Tensor], chunks: RowChunks) -> Tensor:
+    if not delta_kernels.usable(inputs[2]):
+        return in_chunks(inputs, chunks)
+    delta_kernels.compare_once(inputs, chunks.ends, _of_one_row)
+    return delta_kernels.gated_delta_rule(inputs, chunks.ends)
+
+
+def _of_one_row(inputs: Sequence[Tensor]) -> Tensor:
+    return in_chunks(inputs, RowChunks.of(np.array([len(inputs[0])]), inputs[0].device))
+
+
+def in_chunks(inputs: Sequence[Tensor], chunks: RowChunks) -> Tensor:
     q, k, v, log_decay, beta = inputs
     wide, shared = torch.promote_types(v.dtype, torch.float32), v.shape[1] // k.shape[1]
     q, k, v, log_decay, beta = (chunks.grid(x.to(wide)) for x in (_normalized(q), _normalized(k), v, log_decay, beta))

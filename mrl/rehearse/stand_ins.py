@@ -26,7 +26,7 @@ from megatron.core.transformer.moe import router
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from mrl.engine import delta_rule, layer_spec, vocab_head
+from mrl.engine import delta_kernels, delta_rule, layer_spec, vocab_head
 from mrl.engine.engine import MegatronEngine
 from mrl.engine.offload import HostMirroredStorage
 from mrl.engine.packed_rows import MicroBatch
@@ -85,6 +85,7 @@ def answers(messages: StageMessages, routing: Routing) -> Replaced:
         (torch.distributed, "all_gather_object", _gather_own),
         # The loop over chunks takes minutes on fake tensors.
         (delta_rule, "_read_in_order", kernels.read_in_order),
+        (delta_kernels, "usable", lambda _: False),  # they have no form for fake tensors, and need less memory
         # Which experts a token takes depends on the values of its logits.
         (router, "topk_routing_with_score_function", routing.of(router.topk_routing_with_score_function)),
         # The norm of all gradients is one number. Megatron's own function makes a tensor from a list of them.

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("stored.json")
 ENTRIES = read_table(Path(__file__).with_name("table.yaml"))
 PINS = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "requirements-cuda.txt").read_text(), re.MULTILINE))
-PACKAGES = {"megatron": "megatron-core"} | {name: name for name in ("torch", "transformer_engine", "vllm")}
+OTHER_NAMES = {"megatron": "megatron-core", "fla": "fla-core"}
+PACKAGES = OTHER_NAMES | {name: name for name in ("torch", "transformer_engine", "vllm")}
 EXTENSION = "transformer_engine_torch"
 REFRESH = "run `python -m tests.contracts.refresh` where the package index answers"
 
