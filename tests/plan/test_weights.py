@@ -107,3 +107,8 @@ def test_tied_embeddings_have_a_bucket_of_their_own_on_both_ends() -> None:
         layers = sum(math.prod(shape) for name, shape in hf_tensors(TIED, "lm").items() if ".layers." in name) // 2
         assert buffer.num_elements == embedding + layers + (896 if stage else 0), "and the last has the final norm"
     assert isinstance(buffer, Buffer)
+
+
+def test_sizes_known_by_name_add_up_to_published_totals() -> None:
+    """The total that llama.cpp prints for the files of the largest model without a published table of its layers."""
+    assert model_spec("Qwen3.5-122B-A10B").num_parameters == pytest.approx(122.11e9, rel=5e-5)
