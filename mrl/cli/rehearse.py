@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrl.cli.arguments import add_config, aligned, load_one, split_arguments
+from mrl.config.arithmetic import shares_actor
+from mrl.config.resolved.load import Resolved
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, Problem, counted, did_you_mean
 from mrl.observe.metrics import read_metrics
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "mrl rehearse configs/ppo-llama3.1-70b-8n8g.yaml --role actor"
 _DOES_NOT_FIT = 2
+_BASE = "critic.lora.base"
 _BUSIEST_RANK = "actor/experts/busiest_rank"
 
 
@@ -65,11 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the memory of every kind of rank next to the plan's. Return 2 if one does not fit."""
     resolved = load_one(arguments.config)
     (path,), overrides = split_arguments(arguments.config)
-    subject = make_plan_input(resolved, None, arguments.model)
-    for role, model in subject.config.model_roles().items():
-        if model.strategy == "fsdp":
-            what = "a rehearsal runs Megatron's code, not yet that of torch's sharding"
-            raise ConfigError([resolved.located(Problem("", f"{role}.strategy", what, "use mrl plan"))])
+    subject, copied = _subject(resolved, arguments.model)
     # Import late: a wrong configuration fails before torch and Megatron load.
     from mrl.rehearse.comparison import compared, largest_budget
     from mrl.rehearse.engine_weights import ENGINE_ROLE
@@ -86,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks:
         kinds = [kind for kind in kinds if set(arguments.ranks) & set(kind.ranks)]
     routing = recorded_routing(arguments.routing)
+    overrides = [*overrides, *copied]
     request = Request(path, overrides, "", 0, arguments.model, arguments.lengths, routing, arguments.headroom)
     show = _silent if arguments.json == "-" else _show
     has_engine = ENGINE_ROLE in roles and (
@@ -120,6 +120,19 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.role or arguments.ranks or arguments.model):
         remember(resolved.config)
     return 0 if fits else _DOES_NOT_FIT
+
+
+def _subject(resolved: Resolved[Any], model: str | None) -> tuple[Planned[Any], list[str]]:
+    """Return the configuration as a rehearsal can run it, and the overrides that make it so."""
+    subject = make_plan_input(resolved, None, model)
+    for role, settings in subject.config.model_roles().items():
+        if settings.strategy == "fsdp":
+            what = "a rehearsal runs Megatron's code, not yet that of torch's sharding"
+            raise ConfigError([resolved.located(Problem("", f"{role}.strategy", what, "use mrl plan"))])
+    if not shares_actor(subject.config, "critic"):
+        return subject, []
+    print("The critic has a copy of the frozen model here, in the plan's figures too. A run has none.", file=sys.stderr)
+    return subject.with_changes_unchecked({_BASE: "own"}), [f"{_BASE}=own"]
 
 
 def recorded_routing(text: str | None) -> float | None:

@@ -50,6 +50,12 @@ def needs_old_log_probs(config: Config) -> bool:
     return updates_per_step(config.batch) > 1 or reads or algorithm.correction is not None
 
 
+def shares_actor(config: AnyConfig, role: str) -> bool:
+    """Return whether a role has adapters on the actor's frozen model, in the actor's processes."""
+    lora = config.trained_roles()[role].lora if role in config.trained_roles() else None
+    return role == "critic" and lora is not None and lora.base == "actor"
+
+
 def keeps_reference(config: AnyConfig) -> bool:
     """Return whether a frozen copy of the actor is kept in host memory. With adapters, the actor itself is frozen."""
     return has_reference(config) and config.actor.lora is None

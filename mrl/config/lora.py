@@ -62,6 +62,9 @@ class LoraConfig:
     """Directory of PEFT's files with the first adapters, instead of `init`: as peft's `save_pretrained` or `mrl export`
     writes them. Rank, alpha, rslora, targets and model must be those of the files. The reference is still the model
     without adapters."""
+    base: Literal["own", "actor"] = "own"
+    """For `critic.lora`. `actor` puts the critic's adapters on the frozen model of the actor, in the actor's processes:
+    a device holds the model once. `own` loads a copy."""
     sync: Literal["adapters", "merged"] = "adapters"
     """How engines get the policy: as `adapters`, which they apply like the trainer; or as `merged` weights, which any
     engine can use, but rounding removes most of a small update (`sync/lost_update`)."""

@@ -38,24 +38,28 @@ from mrl.models.adapters import AdapterPair, adapter_pairs, adapter_tensors
 from mrl.models.layout import RankPlace
 from mrl.models.regions import Region, Shape, slices
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Shard
+from mrl.models.table import Head, Shard
 
 ReadBox = Callable[[str, Region], Tensor]
 """Returns a box of an adapter, by PEFT's name."""
 
 
 class Adapters:
-    """The adapters of a model on this rank. Creating them freezes the model's own weights, except a score head."""
+    """The adapters of a role on this rank. Creating them freezes everything else in the model, except a score head."""
 
-    def __init__(self, chunks: Sequence[TokenModel], spec: ModelSpec, lora: LoraConfig, groups: ParallelGroups) -> None:
+    def __init__(
+        self, chunks: Sequence[TokenModel], spec: ModelSpec, lora: LoraConfig, groups: ParallelGroups, head: Head
+    ) -> None:
         self.lora, self._spec = lora, spec
         self.is_on = True
+        self.is_selected = True
+        """Whether this role is at work, if several roles have adapters on the same frozen model."""
         self._held: list[tuple[AdapterPair, torch.nn.Parameter, torch.nn.Parameter]] = []
         for chunk in chunks:
             chunk.requires_grad_(False)
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_with_gradient)
-            if chunk.post_process and chunk.head == "score":
+            if chunk.post_process and head == "score":
                 chunk.score.requires_grad_(True)
         place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
         for pair in adapter_pairs(spec, lora, groups.parallel, place):
@@ -66,6 +70,8 @@ class Adapters:
     def _attach(self, chunk: TokenModel, pair: AdapterPair, groups: ParallelGroups) -> None:
         module: Any = _linear_layer(chunk, pair.weight.name)
         assert tuple(module.weight.shape) == pair.weight.shape, f"{pair.weight.name} is not the table's"
+        made: list[Any] = []
+        prefix = "critic_" if hasattr(module, "lora_a") else ""  # the first adapters are the actor's
         for name, shard in (("lora_a", pair.a), ("lora_b", pair.b)):
             parameter: Any = torch.nn.Parameter(
                 torch.empty(shard.shape, dtype=chunk.config.params_dtype, device=groups.device)
@@ -74,15 +80,16 @@ class Adapters:
             parameter.sequence_parallel = chunk.config.sequence_parallel and not (shard.split or shard.expert)
             if shard.expert:  # otherwise Megatron would reduce it over all data-parallel ranks
                 parameter.allreduce = groups.parallel.ep == 1 and groups.parallel.etp == groups.parallel.tp
-            module.register_parameter(name, parameter)
+            module.register_parameter(prefix + name, parameter)
+            made.append(parameter)
         rows = _rows_of_outputs(pair)
         rows = None if rows is None else rows.to(groups.device)
-        module.register_forward_hook(partial(self._add, pair, rows, chunk.config.sequence_parallel))
-        self._held.append((pair, module.lora_a, module.lora_b))
+        self._held.append((pair, made[0], made[1]))
+        module.register_forward_hook(partial(self._add, self._held[-1], rows, chunk.config.sequence_parallel))
 
     def _add(
         self,
-        pair: AdapterPair,
+        held: tuple[AdapterPair, torch.nn.Parameter, torch.nn.Parameter],
         rows: Tensor | None,
         sequence_parallel: bool,
         module: Any,
@@ -90,10 +97,10 @@ class Adapters:
         output: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output of a linear layer with the addition of its adapters."""
-        if not self.is_on:
+        if not (self.is_on and self.is_selected):
             return output
-        value, bias = output
-        low = linear(inputs[0], module.lora_a) * self.lora.scale
+        (pair, a, b), (value, bias) = held, output
+        low = linear(inputs[0], a) * self.lora.scale
         if pair.split == "columns":
             reduce = reduce_scatter_to_sequence_parallel_region
             low = reduce(low) if sequence_parallel else reduce_from_tensor_model_parallel_region(low)
@@ -101,7 +108,7 @@ class Adapters:
             gather = gather_from_sequence_parallel_region
             low = gather(low) if sequence_parallel else copy_to_tensor_model_parallel_region(low)
         lows = torch.split(low, self.lora.rank, -1)
-        factors = module.lora_b.split(list(pair.num_rows))
+        factors = torch.split(b, list(pair.num_rows))
         if rows is None and not torch.is_grad_enabled():
             for target, part, factor in zip(torch.split(value, list(pair.num_rows), -1), lows, factors, strict=True):
                 target += linear(part, factor)

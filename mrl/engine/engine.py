@@ -33,6 +33,7 @@ from mrl.engine.parallel import ParallelGroups
 from mrl.engine.pipeline_p2p import pipeline_arguments
 from mrl.engine.router_replay import RouterReplay
 from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, merged, score
+from mrl.engine.shared_model import SharedModel
 from mrl.engine.training_state import MegatronState
 from mrl.errors import EngineError
 from mrl.models.hf_reader import HfReader
@@ -73,15 +74,21 @@ class MegatronEngine:
     source: str
     """Directory that the weights came from; set by `load`."""
 
-    def __init__(self, request: EngineRequest, groups: ParallelGroups) -> None:
+    def __init__(self, request: EngineRequest, groups: ParallelGroups, shared: SharedModel | None = None) -> None:
+        """Build the model, or use the model of another engine in this process."""
         self.request, self.groups = request, groups
         settings = request.settings
         model = ModelRequest(request.spec, request.head, settings.dtype, settings.megatron, request.lora)
-        self.config = transformer_config(model, groups)
-        self.models = build_chunks(model, self.config, groups)
+        self.shared = shared
+        if shared is None:
+            self.config = transformer_config(model, groups)
+            self.models = build_chunks(model, self.config, groups)
+        else:
+            self.config, self.models = shared.first.config, shared.first.models
+            shared.join(self)
         self.adapters: Adapters | None = None
         if request.lora is not None:
-            self.adapters = Adapters(self.models, request.spec, request.lora, groups)
+            self.adapters = Adapters(self.models, request.spec, request.lora, groups, request.head)
         self.optimizer: Optimizer | None = None
         self._base_digest = ""
         self.expert_load: ExpertLoad | None = None
@@ -121,13 +128,19 @@ class MegatronEngine:
         """Read the weights, and set up training if the settings ask for it."""
         request, self.source = self.request, str(reader.path)
         reader.check(request.spec, request.head, request.new_head)
-        weights.load(self.models, reader, request.spec, request.head, self.groups)
+        if self.shared is None:
+            weights.load(self.models, reader, request.spec, request.head, self.groups)
+        else:
+            weights.zero_score_head(self.models)
         if self.adapters is not None:
             self._first_adapters(self.adapters)
         if isinstance(request.settings, TrainedModelConfig):
             self.optimizer = Optimizer(self.models, request.settings)
         frozen = [tensor for shard, tensor in self.held_tensors() if not shard.trained]
         self.memory = memory_of(self.models, self.optimizer, self.groups.device, frozen)
+        if self.shared is not None:
+            self.memory.share_frozen(self.shared.first.memory)
+            self.shared.all_learn()
 
     def _first_adapters(self, adapters: Adapters) -> None:
         """Read the adapters from PEFT's files, or draw them."""
@@ -224,6 +237,8 @@ class MegatronEngine:
 
     def _run(self, batches: Sequence[MicroBatch], last_step: Any, forward_only: bool) -> list[Any]:
         """Run Megatron's pipeline schedule over the micro-batches. Return the outputs that the last stage collected."""
+        if self.shared is not None:
+            self.shared.select(self)
         chunks = self.models if self.optimizer is None else self.optimizer.chunks
         replay = self.router_replay
         if replay is not None:

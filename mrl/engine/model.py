@@ -150,7 +150,11 @@ class TokenModel(GPTModel):  # type: ignore[misc]  # Megatron's class has no typ
             self.output_layer.forward = _pass_through
         elif is_last:
             self.output_layer: Any = _PassThrough()
-            self.score = _ScoreHead(spec.hidden, 1, bias=False, dtype=config.params_dtype, device=groups.device)
+            self.add_score_head(groups.device)
+
+    def add_score_head(self, device: torch.device) -> None:
+        config = self.config
+        self.score = _ScoreHead(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
 
     def run(self, batch: MicroBatch) -> Tensor:
         """Return the hidden states of the micro-batch; on the last stage for all its tokens [1, tokens, hidden]."""

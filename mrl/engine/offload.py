@@ -55,6 +55,13 @@ class DeviceMemory:
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._parts = {name: HostMirroredStorage(held, self.traffic, stream) for name, held in tensors.items()}
+        for part in self._parts.values():
+            part.users.add(id(self))
+
+    def share_frozen(self, other: DeviceMemory) -> None:
+        """Use the frozen weights of another model in this process. They leave the device when both are offloaded."""
+        part = self._parts[_FROZEN] = other._parts[_FROZEN]
+        part.users.add(id(self))
 
     def offload(self, *names: PartName) -> None:
         """Free the device memory of these parts. Parts that are on the host or that the model does not have are
@@ -66,6 +73,9 @@ class DeviceMemory:
         for name in self._moved_with(names):
             part = self._parts.get(name)
             if part is None or not part.on_device:
+                continue
+            part.users.discard(id(self))
+            if part.users:
                 continue
             if name == "optimizer":
                 self._look_at_optimizer()
@@ -82,6 +92,8 @@ class DeviceMemory:
         """Copy these parts back to the device. Copies are asynchronous: users of a part wait for its copy."""
         for name in self._moved_with(names):
             part = self._parts.get(name)
+            if part is not None:
+                part.users.add(id(self))
             if part is None or part.on_device:
                 continue
             part.allocate()
@@ -224,6 +236,8 @@ class HostMirroredStorage:
     def __init__(self, tensors: Sequence[Tensor], traffic: CopyStats, stream: torch.cuda.Stream | None) -> None:
         self.traffic = traffic
         self.on_device = True
+        self.users: set[int] = set()
+        """Models on the device that use these tensors: two roles may share a frozen model."""
         self.host: Tensor | None = None
         self.host_is_current = False
         self._stream = stream

@@ -67,11 +67,16 @@ class Optimizer:
         self.schedule = _schedule(self.optimizer, self.config, settings.schedule)
         self.num_skipped = 0
         self.num_skipped_in_a_row = 0
-        chunks[0].config.finalize_model_grads_func = _finalize_gradients
+        self.select()
+        self._gathers_late = ddp_config.overlap_param_gather
+
+    def select(self) -> None:
+        """Make Megatron's schedule sum the gradients of these chunks."""
+        config = self.chunks[0].config
+        config.finalize_model_grads_func = _finalize_gradients
         # Without it, gradients are sent after as many micro-batches as the first step had, even if more follow.
         no_sync = [chunk.no_sync for chunk in self.chunks]
-        chunks[0].config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        self._gathers_late = ddp_config.overlap_param_gather
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     @property
     def _parts(self) -> list[Any]:

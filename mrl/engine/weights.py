@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def held_tensors(
     parameters = {
         (number, local_name(name)): parameter
         for number, chunk in enumerate(chunks)
-        for name, parameter in _named(chunk)
+        for name, parameter in _named(chunk, head)
     }
     buffers = {
         (number, local_name(name)): buffer
@@ -59,12 +60,23 @@ def held_tensors(
         raise EngineError(f"the table does not cover {len(parameters)} of Megatron's parameters: {uncovered}")
 
 
-def _named(chunk: TokenModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _named(chunk: TokenModel, head: Head) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters of a model with this head. Another role may have its own head on the same chunk."""
     tied_away = chunk.pre_process and chunk.post_process and chunk.share_embeddings_and_output_weights
+    others = {"output_layer.weight"} if tied_away or head == "score" else set()
+    others |= {SCORE} if head == "lm" else set()
     for name, parameter in chunk.named_parameters():
-        is_adapter = name.endswith(ADAPTER_SUFFIXES)
-        if not is_adapter and not (tied_away and name == "output_layer.weight"):
+        if not name.endswith(ADAPTER_SUFFIXES) and name not in others:
             yield name, parameter
+
+
+@torch.no_grad()
+def zero_score_head(chunks: Sequence[TokenModel]) -> None:
+    """Start a new score head at zero. All tensor ranks hold it whole."""
+    if chunks[-1].post_process:
+        weight: Any = chunks[-1].score.weight
+        weight.zero_()
+        weight.tensor_model_parallel = False
 
 
 @torch.no_grad()

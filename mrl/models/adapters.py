@@ -21,7 +21,7 @@ from mrl.models.regions import Shape
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Shard, layers_of_rank, shard_of
 
-ADAPTER_SUFFIXES = (".lora_a", ".lora_b")
+ADAPTER_SUFFIXES = ("lora_a", "lora_b")
 """Ends of the names of adapters in Megatron's modules."""
 _PREFIX = "base_model.model."
 _ADAPTED = tuple(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from mrl.config.arithmetic import (
     role_batch,
     role_devices,
     role_mesh,
+    shares_actor,
 )
 from mrl.config.hardware import Hardware
 from mrl.config.mesh import Mesh
@@ -32,7 +33,7 @@ from mrl.plan.assumptions import ASSUMPTIONS, GIB, RESERVE, UNUSED
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.plan_input import PlanInput, Planned
 from mrl.plan.sharded import gathered_bytes, role_activations, role_forward_bytes, role_weights
-from mrl.plan.weights import WeightBytes
+from mrl.plan.weights import WeightBytes, frozen_bytes
 
 _ORIGINS = {
     "parameters": "Megatron's flat buffers, padding included",
@@ -222,6 +223,9 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
     item, device = partial(Item, name), config.cluster.device
     mesh = role_mesh(config, name)
     held = role_weights(spec, model, mesh, head, stage)
+    shares = shares_actor(config, name)
+    if shares:
+        held = replace(held, parameters=held.parameters - frozen_bytes(spec, model, mesh, head, stage))
     kept = role_activations(spec, model, stage, batch.max_micro_batches, device)
     layer_origin = "recomputed tensors, gradients, gathered sequences, and the gradient of the largest weight"
     at_work = max(kept.at_work + held.layer_weight, held.largest_parameter)
@@ -246,7 +250,7 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
     train = [activations, *train, _unused(name, kept.kept + working)]
     score = [*score, *([_unused(name, _total(score))] if is_of_layers else [])]
     work = tuple(train) if name in config.trained_roles() else ()
-    return Role(name, stage, held, work, tuple(score), process_bytes(mesh), model.strategy)
+    return Role(name, stage, held, work, tuple(score), 0 if shares else process_bytes(mesh), model.strategy)
 
 
 def _unused(role: str, num_bytes: int) -> Item:

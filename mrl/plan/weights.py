@@ -105,9 +105,7 @@ def _with_adapters(
     state."""
     item = ITEM_BYTES[model.dtype]
     owned = [min(buffer.num_padded // buffer.num_owners, buffer.num_elements) for buffer in rank_buffers]
-    frozen = MegatronModelConfig(parallel=model.parallel, dtype=model.dtype, max_tokens_per_device=1)
-    score = spec.hidden * item * (head == "score" and stage == model.parallel.pp - 1)  # in the buffers
-    base = stage_weights(spec, frozen, mesh, head, stage).parameters - score
+    base = frozen_bytes(spec, model, mesh, head, stage)
     copied = sum(owned) * (item < 4)
     largest = max(size for *_, size in _adapters(spec, model, head, stage)) * item
     return WeightBytes(
@@ -119,6 +117,13 @@ def _with_adapters(
         checkpoint=sum(owned) * 12,
         building=max(_building_bytes(rank_buffers, item, 4), copied * 4),
     )
+
+
+def frozen_bytes(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> int:
+    """Return the bytes of the weights below the adapters."""
+    frozen = MegatronModelConfig(parallel=model.parallel, dtype=model.dtype, max_tokens_per_device=1)
+    score = spec.hidden * ITEM_BYTES[model.dtype] * (head == "score" and stage == model.parallel.pp - 1)  # in buffers
+    return stage_weights(spec, frozen, mesh, head, stage).parameters - score
 
 
 def _adapters(spec: ModelSpec, model: TrainedModelConfig, head: Head, stage: int) -> list[tuple[int, bool, int]]:

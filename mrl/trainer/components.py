@@ -14,7 +14,7 @@ from typing import Any
 
 from mrl.agents.loop import has_stops, open_dialogs
 from mrl.algos.kl import KLController
-from mrl.config.arithmetic import keeps_reference, role_mesh
+from mrl.config.arithmetic import keeps_reference, role_mesh, shares_actor
 from mrl.config.mesh import Mesh
 from mrl.config.resolved.load import in_directories
 from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig
@@ -49,6 +49,7 @@ from mrl.trainer.role_client import (
     TeacherClient,
 )
 from mrl.trainer.sample_stream import SampleStream, open_stream
+from mrl.trainer.shared_critic import CriticOfActor
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
 
@@ -59,6 +60,7 @@ _WORKERS = {
     "reward_model": "mrl.workers.frozen:RewardModelWorker",
     "teacher": "mrl.workers.frozen:TeacherWorker",
 }
+_ACTOR_AND_CRITIC = "mrl.workers.actor_critic:ActorCriticWorker"
 _CLIENTS = {
     "actor": ActorClient,
     "critic": CriticClient,
@@ -210,6 +212,7 @@ def model_setup(role: str, config: Config) -> ModelSetup:
         keeps_reference=role == "actor" and keeps_reference(config),
         replays_routes=role == "actor" and config.algorithm.router_replay != "none",
         teacher=config.model_of("teacher")[1] if is_taught else None,
+        critic=model_setup("critic", config) if role == "actor" and shares_actor(config, "critic") else None,
         vocab=read_spec(config.model.path).vocab if role in ("reference", "teacher") else None,
     )
 
@@ -219,8 +222,12 @@ def started_groups(
     config: Config, context: RunContext, roles: Sequence[str]
 ) -> Iterator[dict[str, Future[RayWorkerGroup]]]:
     """Start the processes of these roles at the same time; stop them after the block."""
+    started = [name for name in roles if not shares_actor(config, name)]
     with ThreadPoolExecutor(len(roles) or 1, "start") as threads:
-        groups = {name: threads.submit(_start, name, config, context) for name in roles}
+        groups: dict[str, Future[Any]] = {name: threads.submit(_start, name, config, context) for name in started}
+        for name in roles:
+            if name not in started:
+                groups[name] = threads.submit(lambda: CriticOfActor(groups["actor"].result()))
         try:
             yield groups
         finally:
@@ -246,7 +253,8 @@ def role_worker(role: str, config: Config) -> RayClassWithInitArgs:
         "teacher": [distillation.top_k if distillation is not None else 0, config.rollout.temperature],
     }
     kind = kind_of(role)
-    worker_class = config.model_roles()[role].worker or _WORKERS[kind]
+    own = _ACTOR_AND_CRITIC if role == "actor" and shares_actor(config, "critic") else _WORKERS[kind]
+    worker_class = config.model_roles()[role].worker or own
     return RayClassWithInitArgs(worker_class, model_setup(role, config), *arguments[kind])
 
 
@@ -280,7 +288,8 @@ def with_models(
 
     queues: dict[str, list[str]] = defaultdict(list)
     for name in groups:
-        queues[name if config.cluster.device == "cpu" else config.placement.roles[name]].append(name)
+        place = "actor" if shares_actor(config, name) else name
+        queues[place if config.cluster.device == "cpu" else config.placement.roles[name]].append(name)
     with ThreadPoolExecutor(len(queues) or 1, "load") as threads:
         loaded = dict(item for roles in threads.map(load, queues.values()) for item in roles.items())
     return {name: loaded[name] for name in groups}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.losses import ValueTokens
@@ -13,8 +14,12 @@ from mrl.controller import RankInfo, register_call
 from mrl.engine.scores import LossInput, LossOutput, ScoreRequest
 from mrl.protocol import DataProto
 from mrl.workers.advantages import shard_advantages
-from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
-from mrl.workers.model_worker import ModelWorker, optional_values, response_column, rows_of, token_rows
+from mrl.workers.messages import MicroBatchSizes, ModelFacts, ModelSetup, UpdateReport, WholeBatch
+from mrl.workers.model_worker import ModelWorker, load_model, optional_values, response_column, rows_of, token_rows
+from mrl.workers.strategies import make_engine
+
+if TYPE_CHECKING:
+    from mrl.engine.engine import MegatronEngine
 
 
 class CriticWorker(ModelWorker):
@@ -22,6 +27,10 @@ class CriticWorker(ModelWorker):
         super().__init__(place, setup)
         self._algorithm = algorithm
         self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
+
+    def init_on(self, actor: MegatronEngine) -> ModelFacts:
+        """Use the frozen model of the actor, in the same process."""
+        return load_model(self, make_engine(self.setup, actor.groups, actor))
 
     @register_call(step_calls.VALUES)
     def compute_values(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:

@@ -11,6 +11,8 @@ from mrl.data.packing import PackingRules
 
 MicroBatchSizes = list[list[int]]
 """For each data-parallel rank, the number of consecutive rows in each of its micro-batches."""
+CRITIC_PREFIX = "critic_"
+"""Begin of the names of a critic's methods on workers that are the actor's too."""
 PROBED = ("probe_hidden", "probe_scores")
 """Columns that `trainer/model_probe.py` compares with transformers. Scores are log-probs or a score head's values."""
 
@@ -31,6 +33,8 @@ class ModelSetup:
     """Whether the experts of each token may come from the engines."""
     teacher: str | None = None
     """Model whose output matrix the policy needs to learn over the full vocabulary."""
+    critic: ModelSetup | None = None
+    """The critic with adapters on this model."""
     vocab: int | None = None
     """Vocabulary of the policy, for reference and teacher models."""
 

@@ -48,13 +48,7 @@ class ModelWorker(RecordedWorker):
         setup = self.setup
         self.init_process_group(take_device(self.place.local_rank), setup.timeout_s)
         groups = self._groups.enter_context(open_groups(setup.settings, setup.seed))
-        self.engine = make_engine(setup, groups)
-        spec = self.engine.request.spec
-        self.engine.load(HfReader(setup.path))
-        if setup.keeps_reference:
-            self.reference = self.engine.memory.copy_weights()
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        return ModelFacts(self.engine.packing, spec.num_parameters, spec.flops_per_token, device)
+        return load_model(self, make_engine(setup, groups))
 
     @register(Dispatch.ONE_TO_ALL)
     def begin_checkpoint(self, directory: str) -> None:
@@ -131,6 +125,16 @@ class ModelWorker(RecordedWorker):
         load = self.engine.expert_load.take(was_applied=outcome.applied) if self.engine.expert_load else {}
         load |= self.engine.other_experts()
         return UpdateReport(reports, outcome.grad_norm, outcome.learning_rate, outcome.applied, load)
+
+
+def load_model(worker: ModelWorker, engine: MegatronEngine) -> ModelFacts:
+    """Read the weights into the engine, which is the worker's from now on."""
+    worker.engine, spec = engine, engine.request.spec
+    engine.load(HfReader(worker.setup.path))
+    if worker.setup.keeps_reference:
+        worker.reference = engine.memory.copy_weights()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return ModelFacts(engine.packing, spec.num_parameters, spec.flops_per_token, device)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ def open_groups(settings: MegatronModelConfig, seed: int) -> AbstractContextMana
     return model_parallel(settings.parallel, seed)
 
 
-def make_engine(setup: ModelSetup, groups: Any) -> Any:
-    """Return a `MegatronEngine` or an `FsdpEngine`, without weights."""
+def make_engine(setup: ModelSetup, groups: Any, actor: Any = None) -> Any:
+    """Return a `MegatronEngine` or an `FsdpEngine`, without weights; with `actor`, on the model of that engine."""
     spec = read_spec(setup.path)
     if setup.settings.strategy == "fsdp":
         from mrl.fsdp.engine import FsdpEngine, FsdpRequest
@@ -40,4 +40,8 @@ def make_engine(setup: ModelSetup, groups: Any) -> Any:
         seed=setup.seed,
         replays_routes=setup.replays_routes,
     )
-    return MegatronEngine(request, groups)
+    if actor is None:
+        return MegatronEngine(request, groups)
+    from mrl.engine.shared_model import SharedModel
+
+    return MegatronEngine(request, groups, SharedModel(actor))

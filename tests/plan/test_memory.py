@@ -185,6 +185,25 @@ def test_phases_follow_the_hybrid_engine() -> None:
     assert size(train, "actor", "gradients") == 2 * size(train, "actor", "parameters")
 
 
+def test_a_critic_on_the_actors_model_takes_no_second_copy() -> None:
+    own, shared = (
+        plan_memory(
+            subject_of(
+                "ppo-llama3.1-8b-1n8g",
+                actor__lora="{rank: 32, alpha: 64}",
+                critic__lora=f"{{rank: 32, alpha: 64, base: {base}}}",
+            )
+        )
+        for base in ("own", "actor")
+    )
+    both = [phase(plan, "train actor") for plan in (own, shared)]
+    parameters, adapters = (size(train, "critic", "parameters") for train in both)
+    assert 0 < adapters < 0.03 * parameters
+    assert size(both[1], "critic", RESERVE) == 0, "one process"
+    assert size(both[1], "critic", "optimizer") == size(both[0], "critic", "optimizer")
+    assert shared.host_bytes_per_node < own.host_bytes_per_node
+
+
 def test_a_teacher_has_parameters_alone_and_a_divergence_from_it_takes_memory_of_the_actor() -> None:
     plans = {
         form: plan_memory(

@@ -88,6 +88,26 @@ def test_reward_model_with_adapters_learns_and_writes_a_merged_model(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.on_demand
+def test_a_critic_on_the_actors_model_equals_one_on_a_copy_and_resumes(tmp_path: Path) -> None:
+    config, shared = tmp_path / "run.yaml", tmp_path / "runs" / "shared"
+    config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))
+    lora = [f"{role}.lora={{rank: 4, alpha: 8}}" for role in ("actor", "critic")]
+    rates = [f"{role}.optimizer.lr=1e-2" for role in ("actor", "critic")]
+    same = ("critic.parallel.tp=2", "actor.max_tokens_per_device=256", "critic.max_tokens_per_device=256")
+    run_mrl("train", str(config), *lora, *rates, *same, "run.name=own")
+    run_mrl("train", str(config), *lora, *rates, *same, "critic.lora.base=actor", "run.name=shared")
+    lines = untimed(shared)
+    assert lines == untimed(shared.with_name("own"))
+    assert lines[-1]["critic/grad_norm"] > 0
+    for step in (2, 3):
+        shutil.rmtree(shared / "checkpoints" / f"step-00000{step}")
+    (shared / "metrics.jsonl").write_text("".join((shared / "metrics.jsonl").read_text().splitlines(True)[:1]))
+    run_mrl("train", str(config), *lora, *rates, *same, "critic.lora.base=actor", "run.name=shared")
+    assert untimed(shared) == lines
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
 def test_critic_with_adapters_learns_and_resumes(tmp_path: Path) -> None:
     config, run = tmp_path / "run.yaml", tmp_path / "runs" / "small"
     config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from operator import attrgetter
 
 from mrl.config.lora import ALL_LINEAR, MAX_ENGINE_RANK, REFUSED_TARGETS, TARGETS, LoraConfig
 from mrl.config.peft_settings import read_peft_settings
@@ -18,6 +20,8 @@ def check_lora(config: AnyConfig) -> Iterator[Problem]:
             continue
         key = f"{role}.lora"
         yield from _targets(f"{key}.targets", model.lora)
+        if model.lora.base == "actor":
+            yield from _base_of_actor(config, role)
         if model.lora.path is not None:
             yield from _first_adapters(role, model.lora.path, model.lora, config.model_of(role)[1])
         if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
@@ -34,6 +38,35 @@ def _first_adapters(role: str, path: str, lora: LoraConfig, model: str) -> Itera
     yield from (problem(*difference) for difference in settings.differences(role, lora, model))
 
 
+def _base_of_actor(config: AnyConfig, role: str) -> Iterator[Problem]:
+    """Refuse a critic on the actor's frozen model if the two need different processes or different models."""
+    key, own = f"{role}.lora.base", f"{role}.lora.base=own"
+    if not isinstance(config, Config) or role != "critic" or config.critic is None:
+        yield problem(key, "only a critic can use the actor's frozen model", own)
+        return
+    actor, critic, places = config.actor, config.critic, config.placement.roles
+    if actor.lora is None:
+        yield problem(key, "the actor trains all its weights, so it has no frozen model", f"{own}, or set actor.lora")
+    if config.model.critic not in (None, config.model.path):
+        yield problem(key, f"model.critic is {config.model.critic}, but the actor's is {config.model.path}", own)
+    if critic.lora is not None and critic.lora.path is not None:
+        yield problem("critic.lora.path", "PEFT's files have no score head for a critic on the actor's model", own)
+    if places["critic"] != places["actor"]:
+        what = f"the critic is in the pool {places['critic']}, and the actor in {places['actor']}"
+        yield problem(key, what, f"placement.roles.critic={places['actor']}")
+    for name in ("dtype", "megatron", *(f"parallel.{axis.name}" for axis in fields(critic.parallel))):
+        mine, other = (attrgetter(name)(model) for model in (critic, actor))
+        if mine != other:
+            what = f"{mine}, but the shared model has actor.{name}={other}"
+            yield problem(f"critic.{name}", what, f"critic.{name}={other}, or {own}")
+    for name, model in (("actor", actor), ("critic", critic)):
+        if model.worker is not None:
+            yield problem(f"{name}.worker", "a shared model needs mrl's own workers", f"{name}.worker=null, or {own}")
+        if model.ddp.get("overlap_param_gather"):
+            what = "each role would wait for the other's parameters"
+            yield problem(f"{name}.ddp.overlap_param_gather", what, f"remove this key, or {own}")
+
+
 def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None) -> Iterator[Problem]:
     """Refuse adapters of modules that cannot have any yet, and engines that cannot apply them."""
     model = config.trained_roles().get(role)
@@ -47,6 +80,9 @@ def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None) ->
         if num_experts is not None and config.cluster.device == "cpu":
             reasons.append("on a CPU, vLLM applies no adapters in a model with experts")
         yield from (problem(f"{role}.lora.sync", reason, f"{role}.lora.sync=merged") for reason in reasons[:1])
+    if num_experts is not None and model.lora.base == "actor":
+        what = "routers of a model with experts count the tokens of one role only"
+        yield problem(f"{role}.lora.base", what, f"{role}.lora.base=own")
     if has_expert_adapters and model.parallel.etp > 1:
         what = f"an expert with adapters cannot be split over ranks yet, but etp is {model.parallel.etp}"
         yield problem(f"{role}.parallel.etp", what, f"{role}.parallel.etp=1")
