@@ -39,6 +39,7 @@ CHANGES: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in ALGORI
     "correction by sequence": ("grpo", ["algorithm.correction={level: sequence, beyond: mask}"]),
     "KL in the reward, adaptive": ("grpo", ["algorithm.kl={where: reward, target: 0.05}"]),
     "KL in both": ("ppo", ["algorithm.kl={where: both}"]),
+    "adapters of rank 8": ("grpo", ["actor.lora={rank: 8, alpha: 16}", "actor.optimizer.lr=5e-3"]),
     "overlong": ("grpo", ["algorithm.overlong={buffer_tokens: 4}"]),
 }
 """Name -> the demo's algorithm, and the changes to it."""
