@@ -11,7 +11,8 @@ ALL_LINEAR = "all-linear"
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")
-TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS, *LATENT_TARGETS)
+DELTA_TARGETS = (*(f"in_proj_{name}" for name in ("qkv", "z", "b", "a", "qkvz", "ba")), "out_proj")
+TARGETS = (*ATTENTION_TARGETS, *MLP_TARGETS, *LATENT_TARGETS, *DELTA_TARGETS)
 _OTHER_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Targets -> their names in Mixtral."""
 ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -50,8 +51,10 @@ class LoraConfig:
     """Scale of the adapters: their product is multiplied by alpha / rank."""
     targets: list[Text] = field(default_factory=lambda: [ALL_LINEAR])
     """Modules with adapters, by Hugging Face's names: `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`,
-    `down_proj`, with multi-latent attention also `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`; or `all-linear` for all
-    of them. Each expert has its own pair, also in Mixtral, whose files say `w1`, `w3` and `w2`."""
+    `down_proj`, with multi-latent attention also `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, with linear attention
+    also `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a` and `out_proj` (Qwen3-Next: `in_proj_qkvz`,
+    `in_proj_ba`); or `all-linear` for all of them. Each expert has its own pair, also in Mixtral, whose files say `w1`,
+    `w3` and `w2`; those of gpt-oss have none."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, so that the scale of the gradients does not depend on the rank."""
     init: Literal["kaiming", "gaussian"] = "kaiming"

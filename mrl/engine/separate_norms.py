@@ -27,6 +27,7 @@ def separate_norms(spec: Any) -> None:
         )
         for owner, name, norm in (
             (attention, "linear_qkv", "input_layernorm"),
+            (attention, "in_proj", "input_layernorm"),
             (mlp, "linear_fc1", "pre_mlp_layernorm"),
         ):
             if getattr(getattr(owner, name, None), "__name__", "") == _FUSED:

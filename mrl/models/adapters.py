@@ -28,6 +28,7 @@ _ADAPTED = tuple(
     f"{module}.weight"
     for module in (
         *(f"self_attention.linear_{name}" for name in ("qkv", "proj", "q_proj", "q_down_proj", "q_up_proj")),
+        *(f"self_attention.{name}_proj" for name in ("in", "out")),  # of linear attention
         "self_attention.linear_kv_down_proj",
         *(f"{mlp}.linear_{name}" for mlp in ("mlp", "mlp.shared_experts") for name in ("fc1", "fc2")),
     )
@@ -70,14 +71,21 @@ def adapter_tensors(spec: ModelSpec, lora: LoraConfig) -> dict[str, Shape]:
     tensors: dict[str, Shape] = {}
     for layer in range(spec.num_layers):
         for name, shape in FAMILIES[spec.family].tensors(spec, layer).items():
-            if is_target(name, shape, lora):
+            if is_target(spec, name, shape, lora):
                 a, b = adapter_names(name)
                 tensors |= {a: (lora.rank, shape[1]), b: (shape[0], lora.rank)}
     return tensors
 
 
-def is_target(hf: str, shape: Shape, lora: LoraConfig) -> bool:
-    return len(shape) == 2 and _module(hf) in lora.modules
+def is_target(spec: ModelSpec, hf: str, shape: Shape, lora: LoraConfig) -> bool:
+    if len(shape) != 2 or _module(hf) not in lora.modules:
+        return False
+    return ".experts." not in hf or adapts_experts(spec, lora)
+
+
+def adapts_experts(spec: ModelSpec, lora: LoraConfig) -> bool:
+    """Return whether experts get adapters. Those of gpt-oss do not: its files have no module of an expert."""
+    return spec.moe is not None and not spec.sinks and lora.has_expert_targets
 
 
 def adapter_flops_per_token(spec: ModelSpec, lora: LoraConfig) -> float:
@@ -89,17 +97,13 @@ def adapter_flops_per_token(spec: ModelSpec, lora: LoraConfig) -> float:
 
 def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
     """Raise an error if the model has no such target, or if no module of it can have adapters."""
-    if spec.sinks:
-        raise ModelError(f"family {spec.family} cannot have adapters yet: no test covers them next to its biases")
-    if spec.gdn is not None:
-        raise ModelError(f"linear attention cannot have adapters yet, as in family {spec.family}")
     if ALL_LINEAR in lora.targets:
         return
     modules = {
         _module(name)
         for layers in spec.layers_by_kind().values()
         for name, shape in FAMILIES[spec.family].tensors(spec, layers[0]).items()
-        if len(shape) == 2
+        if is_target(spec, name, shape, LoraConfig(rank=1, alpha=1))
     }
     if missing := [name for name in lora.targets if not modules & LoraConfig(rank=1, alpha=1, targets=[name]).modules]:
         can = sorted(modules & LoraConfig(rank=1, alpha=1).modules)
@@ -109,7 +113,7 @@ def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
 
 def check_experts_whole(layout: ParallelConfig, spec: ModelSpec, lora: LoraConfig) -> None:
     """Raise an error if an expert with adapters would be split over ranks."""
-    if spec.moe is not None and lora.has_expert_targets and layout.etp > 1:
+    if adapts_experts(spec, lora) and layout.etp > 1:
         what = f"parallel.etp is {layout.etp}: an expert with adapters cannot be split over ranks yet"
         raise ModelError(what, fix="set parallel.etp=1")
 
@@ -125,7 +129,7 @@ def adapter_pairs(spec: ModelSpec, lora: LoraConfig, layout: ParallelConfig, pla
             if parameter.name in _ADAPTED and (targets := _targets(parameter, lora)):
                 weight = shard_of(chunk, prefix + parameter.name, parameter, place.tp, layout.tp)
                 yield _pair(weight, parameter, targets, lora.rank, (place.tp, layout.tp))
-        for local in range(num_local) if spec.has_experts(layer) and lora.has_expert_targets else ():
+        for local in range(num_local) if spec.has_experts(layer) and adapts_experts(spec, lora) else ():
             expert = f"{prefix}mlp.experts.local_experts.{local}."
             for parameter in family.expert(spec, layer, place.ep * num_local + local):
                 if targets := _targets(parameter, lora):

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from mrl.config.lora import LoraConfig
+from mrl.models.adapters import adapts_experts
 from mrl.models.rope import YarnScaling
 from mrl.models.spec import ModelSpec, MoeSpec
 
@@ -138,7 +139,7 @@ def fused_kernels(spec: ModelSpec, lora: LoraConfig | None = None) -> dict[str, 
     if spec.mla is None:
         names.append("apply_rope_fusion")
     if spec.moe is not None:
-        has_adapters = lora is not None and lora.has_expert_targets
+        has_adapters = lora is not None and adapts_experts(spec, lora)
         names += ["moe_permute_fusion", *([] if has_adapters else ["moe_grouped_gemm"])]
     return dict.fromkeys(names, True)
 

@@ -22,6 +22,7 @@ from mrl.controller import RankInfo
 from mrl.engine import checkpoint, weights
 from mrl.engine.engine import MegatronEngine
 from mrl.errors import counted
+from mrl.models.adapters import adapts_experts
 from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
@@ -73,7 +74,10 @@ def rehearse_rank(request: Request) -> RankReport:
         trained = config.trained_roles().get(role)
         lora = trained.lora if trained is not None else None
         by_hand = [
-            *gpu_kernels(adapted=lora is not None, adapted_experts=lora is not None and lora.has_expert_targets),
+            *gpu_kernels(
+                adapted=lora is not None,
+                adapted_experts=lora is not None and adapts_experts(subject.specs[role], lora),
+            ),
             *answers(messages, routing),
             *without_engines(),
             *_without_files_or_peers(),

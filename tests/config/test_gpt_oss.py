@@ -26,7 +26,11 @@ GRPO = [
         ("actor.parallel={tp: 2, etp: 2, sequence_parallel: true}", "Megatron does not split experts with biases"),
         ("actor.parallel={tp: 16, sequence_parallel: true}", "16, but gpt-oss has 8 key-value heads, and vLLM"),
         ("rollout.tp=16", "16, but gpt-oss has 8 key-value heads, and vLLM"),
-        ("actor.lora={rank: 8, alpha: 16, targets: [q_proj]}", "gpt-oss cannot have adapters yet"),
+        ("actor.lora={rank: 8, alpha: 16}", "in vLLM, adapters of gpt-oss have not been compared"),
+        (
+            "actor.lora={rank: 8, alpha: 16, sync: merged, targets: [q_proj, up_proj]}",
+            "up_proj, but gpt-oss has no",
+        ),
     ],
 )
 def test_what_gpt_oss_cannot_do_is_refused(valid: str, write: Callable[..., str], setting: str, message: str) -> None:

@@ -318,7 +318,7 @@ DELTA = {
     ("change", "message"),
     [
         ("actor.parallel={tp: 1, cp: 2}", "reads the tokens of a row in order, all on one rank"),
-        ("actor.lora={rank: 4, alpha: 8}", "linear attention cannot have adapters yet"),
+        ("actor.lora={rank: 4, alpha: 8}", "in vLLM, adapters of linear attention have not been compared"),
         ("actor.parallel={tp: 4}", "4 does not divide 2 key-value heads"),
         ("rollout.tp=8", "8 does not divide 4 key heads of linear attention"),
         ("rollout.vllm.dtype=float32", "vLLM computes linear attention only in bfloat16"),

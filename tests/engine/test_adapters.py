@@ -47,6 +47,10 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], Layout, dict[str, Any]]]] = {
         ("mixtral", ALL, Layout(), RECOMPUTED),
         ("deepseek_v3", ALL, Layout(tp=2, ep=2, sequence_parallel=True), {}),
         ("deepseek_v3", ALL, Layout(pp=2), {}),
+        ("gpt_oss", ALL, Layout(tp=2, ep=2, sequence_parallel=True), {}),
+        ("qwen3_5_text", ALL, Layout(tp=2, sequence_parallel=True), {}),
+        ("qwen3_5_text", ALL, Layout(pp=2), RECOMPUTED),
+        ("qwen3_next", ALL, Layout(tp=2, ep=2, sequence_parallel=True), {}),
     ],
     4: [
         ("qwen3", ALL, Layout(tp=2, pp=2, sequence_parallel=True), {}),
@@ -54,6 +58,7 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], Layout, dict[str, Any]]]] = {
         ("qwen3_moe", ATTENTION, Layout(tp=2, pp=2, ep=2, sequence_parallel=True), {}),
         ("qwen3_moe", ALL, Layout(tp=2, ep=2, sequence_parallel=True), RECOMPUTED),
         ("glm4_moe_lite", ALL, Layout(tp=2, ep=4, sequence_parallel=True), {}),
+        ("qwen3_5_moe_text", ALL, Layout(tp=2, pp=2, ep=2, sequence_parallel=True), {}),
     ],
 }
 
@@ -63,6 +68,8 @@ ORACLES = {
     "qwen3_moe": with_formula,
     "deepseek_v3": with_formula,
     "glm4_moe_lite": with_formula,
+    "qwen3_next": with_formula,
+    "qwen3_5_moe_text": with_formula,
 }
 """Oracles of adapters on experts. peft cannot have them next to those of a dense layer or a shared expert."""
 

@@ -11,33 +11,39 @@ from mrl.config.lora import LoraConfig
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.engine.merging import MergedWeights, RoundingLoss
 from mrl.models.adapters import adapter_names, adapter_pairs, adapter_tensors
+from mrl.models.families import spec_of
+from mrl.models.hf_config import HfConfig
 from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import hf_tensors, shards_of
-from tests.models.test_adapters import SPECS
+from tests.models.test_adapters import ALL, SPECS
+from tests.models.tiny_models import tiny_config
 
-LORA = LoraConfig(rank=3, alpha=6.0, targets=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+SOME = LoraConfig(rank=3, alpha=6.0, targets=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
 
 
-def random_tensors(spec: ModelSpec, scale: float) -> dict[str, torch.Tensor]:
-    shapes = hf_tensors(spec, "lm") | adapter_tensors(spec, LORA)
+def random_tensors(spec: ModelSpec, lora: LoraConfig, scale: float) -> dict[str, torch.Tensor]:
+    shapes = hf_tensors(spec, "lm") | adapter_tensors(spec, lora)
     generator = torch.Generator().manual_seed(5)
     return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "layout", "lora"),
     [
-        ("llama", Layout()),
-        ("llama", Layout(tp=2)),
-        ("llama", Layout(tp=4)),
-        ("mixtral", Layout(tp=2, ep=4, sequence_parallel=True)),
+        ("llama", Layout(), SOME),
+        ("llama", Layout(tp=2), SOME),
+        ("llama", Layout(tp=4), SOME),
+        ("mixtral", Layout(tp=2, ep=4, sequence_parallel=True), SOME),
+        ("qwen3_5_text", Layout(tp=2), ALL),
+        ("qwen3_next", Layout(tp=2, ep=2, sequence_parallel=True), ALL),
+        ("gpt_oss", Layout(tp=2, ep=2, sequence_parallel=True), ALL),
     ],
 )
-def test_each_rank_merges_its_part_of_each_module(family: str, layout: Layout) -> None:
-    spec = SPECS[family]
-    tensors = random_tensors(spec, 0.1)
+def test_each_rank_merges_its_part_of_each_module(family: str, layout: Layout, lora: LoraConfig) -> None:
+    spec = SPECS[family] if family in SPECS else spec_of(HfConfig(tiny_config(family).to_dict(), "config.json"))
+    tensors = random_tensors(spec, lora, 0.1)
     for tp, ep in product(range(layout.tp), range(layout.ep)):
         place = RankPlace(tp=tp, ep=ep)
         base = {}
@@ -46,17 +52,17 @@ def test_each_rank_merges_its_part_of_each_module(family: str, layout: Layout) -
             for piece in shard.pieces:
                 base[shard.chunk, shard.name][slices(piece.target)] = tensors[piece.hf][slices(piece.source)]
         adapters = []
-        for pair in adapter_pairs(spec, LORA, layout, place):
+        for pair in adapter_pairs(spec, lora, layout, place):
             parts = torch.zeros(pair.a.shape), torch.zeros(pair.b.shape)
             for shard, part in zip((pair.a, pair.b), parts, strict=True):
                 for piece in shard.pieces:
                     part[slices(piece.target)] = tensors[piece.hf][slices(piece.source)]
             adapters.append((pair, *parts))
-        merged = MergedWeights(base, adapters, LORA.scale, torch.float32)
+        merged = MergedWeights(base, adapters, lora.scale, torch.float32)
         for shard in shards_of(spec, layout, place, "lm"):
             for piece in shard.pieces:
                 a, b = adapter_names(piece.hf)
-                whole = tensors[piece.hf] + (2.0 * tensors[b] @ tensors[a] if a in tensors else 0.0)
+                whole = tensors[piece.hf] + (lora.scale * tensors[b] @ tensors[a] if a in tensors else 0.0)
                 found = merged[shard.chunk, shard.name][slices(piece.target)]
                 assert torch.allclose(found, whole[slices(piece.source)], atol=1e-6), piece.hf
         assert merged.loss.share < 1e-3

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from mrl.config.lora import LoraConfig
+from mrl.config.lora import ATTENTION_TARGETS, MLP_TARGETS, LoraConfig
 from mrl.config.schema import ParallelConfig as Layout
 from mrl.errors import ModelError
-from mrl.models.adapters import adapter_pairs, adapter_tensors
+from mrl.models.adapters import adapter_pairs, adapter_tensors, target_of
 from mrl.models.complete import check_adapters_complete
 from mrl.models.families import spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.layout import RankPlace
 from tests.models import published
+from tests.models.tiny_models import tiny_config
 
 LAYOUTS = [
     Layout(),
@@ -82,6 +83,17 @@ def test_rank_without_outputs_of_any_target_is_refused() -> None:
 def test_each_expert_has_its_own_adapters_on_one_rank(family: str, lora: LoraConfig) -> None:
     for layout in (Layout(), Layout(tp=2, ep=2, sequence_parallel=True), Layout(pp=2, ep=4), Layout(tp=2, ep=1)):
         check_adapters_complete(SPECS[family], layout, lora)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_text", "qwen3_next"])
+def test_each_linear_layer_of_other_attention_has_adapters(family: str) -> None:
+    spec = spec_of(HfConfig(tiny_config(family).to_dict(), "config.json"))
+    for layout in (Layout(), Layout(tp=2, sequence_parallel=True), Layout(pp=2)):
+        check_adapters_complete(spec, layout, ALL)
+    modules = {target_of(name) for name in adapter_tensors(spec, ALL)}
+    expected = {*ATTENTION_TARGETS} if spec.sinks else {*ATTENTION_TARGETS, *MLP_TARGETS, "out_proj"}
+    inputs = {"qwen3_5_text": ("qkv", "z", "b", "a"), "qwen3_next": ("qkvz", "ba"), "gpt_oss": ()}[family]
+    assert modules == expected | {f"in_proj_{name}" for name in inputs}
 
 
 def test_experts_have_the_names_of_their_family() -> None:

@@ -67,14 +67,14 @@ def _base_of_actor(config: AnyConfig, role: str) -> Iterator[Problem]:
             yield problem(f"{name}.ddp.overlap_param_gather", what, f"remove this key, or {own}")
 
 
-def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None) -> Iterator[Problem]:
+def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None, kind: str | None) -> Iterator[Problem]:
     """Refuse adapters of modules that cannot have any yet, and engines that cannot apply them."""
     model = config.trained_roles().get(role)
     if model is None or model.lora is None:
         return
-    has_expert_adapters = num_experts is not None and model.lora.has_expert_targets
+    has_expert_adapters = num_experts is not None and model.lora.has_expert_targets and kind != "gpt-oss"
     if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
-        reasons = []
+        reasons = [f"in vLLM, adapters of {kind} have not been compared with the trainer's yet"] if kind else []
         if has_expert_adapters:
             reasons.append("in vLLM, adapters of experts have not been compared with the trainer's yet")
         if num_experts is not None and config.cluster.device == "cpu":

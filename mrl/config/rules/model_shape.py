@@ -13,7 +13,7 @@ from mrl.config.rules import gpt_oss
 from mrl.config.rules.fsdp import check_fsdp_family
 from mrl.config.rules.lora import check_lora_targets
 from mrl.config.rules.problems import near_divisors, nearest, problem
-from mrl.config.schema import Config, MegatronModelConfig, TrainedModelConfig
+from mrl.config.schema import Config, MegatronModelConfig
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.errors import Problem
 from mrl.hub import HubName, local_files, neither
@@ -102,7 +102,8 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _layers(role, model, shape)
         yield from _heads(f"{role}.parallel.tp", model.parallel.tp, shape)
         yield from _experts(role, model, shape)
-        yield from check_lora_targets(config, role, shape.experts)
+        kind = "gpt-oss" if shape.family == gpt_oss.FAMILY else "linear attention" if shape.delta_heads else None
+        yield from check_lora_targets(config, role, shape.experts, kind)
         yield from _router_bias(config, role, shape)
         yield from check_fsdp_family(role, model, shape.family)
         yield from _latent(role, model, shape)
@@ -158,15 +159,13 @@ def _latent(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterato
 
 
 def _linear_attention(role: str, model: MegatronModelConfig, shape: ModelShape) -> Iterator[Problem]:
-    """Refuse layouts and adapters that the gated delta rule does not support yet."""
+    """Refuse layouts that the gated delta rule does not support yet."""
     if shape.delta_heads is None:
         return
     key, tp = f"{role}.parallel", model.parallel.tp
     if model.parallel.cp > 1:
         what = f"{model.parallel.cp}, but linear attention reads the tokens of a row in order, all on one rank"
         yield problem(f"{key}.cp", what, f"{key}.cp=1")
-    if isinstance(model, TrainedModelConfig) and model.lora is not None:
-        yield problem(f"{role}.lora", "linear attention cannot have adapters yet", f"{role}.lora=null")
     for heads, kind in ((shape.delta_heads, "key heads of linear attention"), (shape.kv_heads, "key-value heads")):
         if heads is not None and heads % tp:
             what = f"{tp} does not divide {heads} {kind}, whose gates Megatron splits with them"
