@@ -296,6 +296,22 @@ def maxrl(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     return groups.centered(scores_B) / torch.where(mean_G > 0, mean_G, 1.0)[groups.group_B]
 
 
+@ADVANTAGES.register("gdpo")
+def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """GDPO (arXiv 2601.05242): A = whiten(sum_k w_k (s_ik - mean_k) / (std_k + floor)) over all tokens.
+
+    s_ik is the score of reward function k with weight w_k; mean_k and std_k are those of i's group. In GRPO, rewards
+    with a small spread vanish next to others; here, each has the same influence for the same weight.
+    """
+
+    def row_advantage(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
+        if not batch.rewards:
+            raise BatchError("gdpo needs the score of each reward function (`rewards`), which is missing")
+        return torch.stack([weight * grpo(reward_B, groups, batch) for weight, reward_B in batch.rewards]).sum(0)
+
+    return Advantages(whiten(_expand("gdpo", row_advantage, inputs), inputs.mask_T, inputs.sum_over_ranks))
+
+
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """REINFORCE++ with a baseline (arXiv 2501.03262): A = whiten(s_i - mean over i's group) over all tokens."""

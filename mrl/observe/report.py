@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -40,7 +41,7 @@ _TITLES = {
     "critic/vf_explained_var": "explained variance",
     "perf/throughput": "tokens per second and device",
 }
-"""Figures that are drawn, besides all validation metrics."""
+"""Figures that are drawn, besides the score of each reward function and all validation metrics."""
 _WIDTH, _HEIGHT, _MARGIN = 340, 140, 34
 _LEAST_OF_A_LINE, _MOST_WITH_DOTS = 3, 20
 """Numbers of points. A line through two points would suggest measurements in between."""
@@ -58,7 +59,10 @@ def _curves(runs: Mapping[str, Lines], colors: Sequence[str] = COLORS) -> str:
     validated = [
         name for name in measured if name.startswith("val/") and not name.endswith("/prompts") and not is_bound(name)
     ]
-    for name in [*_TITLES, *validated]:
+    rewards = [
+        name for name in measured if re.fullmatch("reward/.+/(mean|uniform_share)", name) and name not in _TITLES
+    ]
+    for name in [*_TITLES, *rewards, *validated]:
         points = {
             run: [
                 (line["step"], line[name], *(bounds_of(line, name) or [line[name]] * 2))

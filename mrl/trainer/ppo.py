@@ -145,7 +145,8 @@ class RayPPOTrainer:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
         with self.clock("advantage"):
-            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows["sample"].tolist())
+            rewards = step_metrics.reward_vector(samples.batch, self.config.reward)
+            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows["sample"].tolist(), rewards)
             role = self.critic or self.actor  # the critic's values are on its ranks
             positions = torch.arange(len(batch))
             advantages, figures = role.compute_advantages(batch.with_column("position", positions), whole)

@@ -74,6 +74,12 @@ algorithm:
     cov_low: 1.0                                 # default
     cov_high: 5.0                                # default
     cov_kl_coef: 1.0                             # default
+    dro_beta: 0.05                               # default
+    vespo_k_pos: 2.0                             # default
+    vespo_lambda_pos: 3.0                        # default
+    vespo_k_neg: 3.0                             # default
+    vespo_lambda_neg: 2.0                        # default
+    opsm_delta: null                             # default
     dual_clip: 3.0                               # default
     entropy_coef: 0.0                            # default
     log_entropy: true                            # default

@@ -30,6 +30,7 @@ class Row:
     written: Tensor  # which response tokens the model wrote
     baseline: float = math.nan
     columns: dict[str, Tensor] = field(default_factory=dict)  # one value per written token
+    rewards: Sequence[tuple[float, float]] = ()  # weight and score of each reward function
     selected: Tensor | None = None  # written tokens that clip_cov or kl_cov treats differently
 
     @property
@@ -146,13 +147,23 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
         pairs = zip(rows, rewards, strict=True)
         advantages = [[value - row.baseline for value in discounted(of_row, 1.0)] for row, of_row in pairs]
     else:
-        per_row = row_advantages(name, rows, scores)
+        per_row = _of_each_reward(rows) if name == "gdpo" else row_advantages(name, rows, scores)
         advantages = [[value] * row.num_written for row, value in zip(rows, per_row, strict=True)]
-        if name == "reinforce_plus_plus_baseline":
+        if name in ("reinforce_plus_plus_baseline", "gdpo"):
             advantages = whitened(rows, advantages)
     for row, of_row in zip(rows, advantages, strict=True):
         row.columns["advantages"] = torch.tensor(of_row, dtype=torch.float64)
     return float(sum(row_kls) / max(len(row_kls), 1)), [sum(of_row) for of_row in rewards]
+
+
+def _of_each_reward(rows: Sequence[Row]) -> list[float]:
+    """Return sum_k w_k A_k of each row, with GRPO's advantage A_k of the score by reward function k."""
+    rewards = zip(*(row.rewards for row in rows), strict=True)
+    total = [0.0] * len(rows)
+    for reward in rewards:
+        of_rows = row_advantages("grpo", rows, [score for _, score in reward])
+        total = [before + reward[0][0] * value for before, value in zip(total, of_rows, strict=True)]
+    return total
 
 
 def _generalized(rows: Sequence[Row], rewards: list[list[float]], algorithm: dict[str, Any]) -> list[list[float]]:
@@ -169,10 +180,30 @@ def _generalized(rows: Sequence[Row], rewards: list[list[float]], algorithm: dic
 def policy_loss(
     loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: Tensor, row: Row
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each token of a row, and per token whether it is clipped and how far the policy moved."""
-    old, advantage = row.columns.get("old_log_probs", log_probs.detach()), row.columns["advantages"]
+    """Return the loss of each token of a row, and per token whether it is clipped and how far the policy moved.
+
+    With opsm_delta, a row whose mean log-ratio is below its negative has no loss at negative advantages.
+    """
+    of_token, reports = _policy_loss(loss, taught, log_probs, row)
+    if loss["opsm_delta"] is None or not len(log_probs):
+        return of_token, reports
+    is_far = bool(reports["ppo_kl"].mean() > loss["opsm_delta"])
+    masked = (_advantage(taught, log_probs, row) < 0) & is_far
+    return of_token * ~masked, reports | {"opsm_masked": masked.double()}
+
+
+def _advantage(taught: dict[str, Any] | None, log_probs: Tensor, row: Row) -> Tensor:
+    advantage: Tensor = row.columns["advantages"]
     if taught and taught["form"] == "advantage":
+        old = row.columns.get("old_log_probs", log_probs.detach())
         advantage = advantage - taught["coef"] * (old - row.columns["teacher_log_probs"])
+    return advantage
+
+
+def _policy_loss(
+    loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: Tensor, row: Row
+) -> tuple[Tensor, dict[str, Tensor]]:
+    old, advantage = row.columns.get("old_log_probs", log_probs.detach()), _advantage(taught, log_probs, row)
     low, high, name = loss["clip_low"], loss["clip_high"], loss["policy"]
     log_ratio = log_probs - old
     ratio, zeros, reports = log_ratio.exp(), torch.zeros_like(old), {"ppo_kl": -log_ratio.detach()}
@@ -211,6 +242,16 @@ def policy_loss(
         of_row, falls = log_ratio.detach().sum(), advantage < 0
         weight = torch.where(falls, of_row.exp().clamp(max=1), 1.0)
         return -weight * advantage * log_probs, reports | {"pg_clipfrac": (falls & (of_row > 1e-3)).double()}
+    if name == "dro":
+        penalty = loss["dro_beta"] / 2 * log_ratio**2
+        return penalty - advantage * log_probs, reports | {"pg_clipfrac": zeros}
+    if name == "vespo":
+        w, falls = log_ratio.detach().sum().exp(), advantage < 0
+        up, down = (
+            w ** loss[f"vespo_k_{sign}"] * (loss[f"vespo_lambda_{sign}"] * (1 - w)).exp() for sign in ("pos", "neg")
+        )
+        weight = torch.where(falls, down, up)
+        return -weight * advantage * log_probs, reports | {"pg_clipfrac": zeros}
     if name in ("clip_cov", "kl_cov"):
         assert row.selected is not None, "select_tokens runs first"
         plain, chosen = -advantage * ratio, {"cov_selected": row.selected.double(), "pg_clipfrac": zeros}
