@@ -138,15 +138,22 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """GAE (arXiv 1506.02438): A_t = delta_t + gamma lam A_(t+1), with delta_t = r_t + gamma V_(t+1) - V_t.
 
     Takes the unmasked tokens of each row as if they were adjacent, with V = A = 0 after the last one, and
-    returns_t = A_t + V_t. Advantages are whitened after the returns are computed.
+    returns_t = A_t + V_t. Advantages are whitened after the returns are computed. With lam_critic, the returns have
+    their own lambda (decoupled GAE of VC-PPO, arXiv 2503.01491). With lam_length, a row of l tokens has
+    lam = max(0, 1 - 1 / (lam_length l)) in its advantages (VAPO, arXiv 2504.05118).
     """
     mask_T = inputs.mask_T
     rewards_T, values_T = _rewards(inputs)[mask_T], _required(inputs, "values_T")[mask_T]
     written = Rows.of(inputs.rows.count(mask_T))
     delta_T = rewards_T + config.gamma * written.next_token(values_T) - values_T
-    written_T = written.discounted_sum(delta_T, config.gamma * config.lam)
-    advantages_T = _unpack(written_T, mask_T)
-    returns_T = _unpack(written_T + values_T, mask_T)
+    lam_critic = config.lam if config.lam_critic is None else config.lam_critic
+    for_critic_T = written.discounted_sum(delta_T, config.gamma * lam_critic)
+    decay: float | Tensor = config.gamma * config.lam
+    if config.lam_length is not None:
+        lengths_B = written.lengths_B.clamp(min=1).to(delta_T.dtype)
+        decay = config.gamma * written.expand((1 - 1 / (config.lam_length * lengths_B)).clamp(min=0))
+    advantages_T = _unpack(written.discounted_sum(delta_T, decay), mask_T)
+    returns_T = _unpack(for_critic_T + values_T, mask_T)
     if config.whiten:
         advantages_T = whiten(advantages_T, mask_T, inputs.sum_over_ranks)
     return Advantages(advantages_T, returns_T)

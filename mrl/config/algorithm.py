@@ -158,6 +158,11 @@ class AlgorithmConfig:
     """Discount of later rewards."""
     lam: Proportion = 1.0
     """For `gae`: 1 uses the returns, 0 the critic."""
+    lam_critic: Proportion | None = None
+    """For `gae`: lambda of the critic's targets, as in VC-PPO, where it is 1. Null uses `lam`."""
+    lam_length: Annotated[float, more_than(0)] | None = None
+    """For `gae`: alpha of VAPO, which uses 0.05. Advantages of a response of l tokens have the lambda
+    1 - 1 / (alpha l), at least 0, instead of `lam`. Null uses `lam`."""
     whiten: bool = True
     """For `gae`: whiten the advantages over the batch."""
     kl: KlConfig = field(default_factory=KlConfig)

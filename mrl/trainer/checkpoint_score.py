@@ -21,7 +21,8 @@ class CheckpointScore:
         if best is None:
             return True
         difference = PairedDifference.between(best.by_prompt, self.by_prompt)
-        return self.value > best.value and (difference.num < 2 or difference.is_beyond_noise)
+        is_risen = difference.mean > 0 and difference.is_beyond_noise
+        return self.value > best.value and (difference.num < 2 or is_risen)
 
     def noise(self, best: CheckpointScore | None) -> str:
         """Say why a higher value is not better, or nothing."""

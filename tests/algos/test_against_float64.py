@@ -183,6 +183,26 @@ def test_gae() -> None:
         assert_tokens(case, whitened.returns_T, returns)
 
 
+@pytest.mark.parametrize(("lam_critic", "lam_length"), [(1.0, None), (0.3, 0.3), (None, 0.5), (None, 0.05)])
+def test_gae_with_a_lambda_for_the_critic_and_one_by_length(lam_critic: float | None, lam_length: float | None) -> None:
+    for case in all_cases():
+        inputs = AdvantageInputs(case.rows, case.mask_T, case.column("rewards"), case.column("values"))
+        settings = AlgorithmConfig(
+            advantage="gae", gamma=0.9, lam=0.7, whiten=False, lam_critic=lam_critic, lam_length=lam_length
+        )
+        found = estimate_advantages(inputs, settings)
+        expected: list[oracles.Row] = []
+        for rewards, values in zip(case.written("rewards"), case.written("values"), strict=True):
+            lam = 0.7 if lam_length is None else max(0.0, 1 - 1 / (lam_length * max(len(rewards), 1)))
+            expected += oracles.gae([rewards], [values], 0.9, lam)[0]
+        _, returns = oracles.gae(
+            case.written("rewards"), case.written("values"), 0.9, 0.7 if lam_critic is None else lam_critic
+        )
+        assert found.returns_T is not None
+        assert_tokens(case, found.advantages_T, expected)
+        assert_tokens(case, found.returns_T, returns)
+
+
 def test_reinforce_plus_plus() -> None:
     for number, case in enumerate(all_cases()):
         gamma = [1.0, 0.7][number % 2]

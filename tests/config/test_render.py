@@ -54,6 +54,8 @@ algorithm:
   advantage: grpo                                # command line
   gamma: 1.0                                     # default
   lam: 1.0                                       # default
+  lam_critic: null                               # default
+  lam_length: null                               # default
   whiten: true                                   # default
   kl:
     where: loss                                  # run.yaml:14

@@ -167,13 +167,20 @@ def _of_each_reward(rows: Sequence[Row]) -> list[float]:
 
 
 def _generalized(rows: Sequence[Row], rewards: list[list[float]], algorithm: dict[str, Any]) -> list[list[float]]:
-    """GAE: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1), R_t = A_t + V_t."""
-    gamma, lam, advantages = algorithm["gamma"], algorithm["lam"], []
+    """GAE: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1), R_t = A_t + V_t.
+
+    The critic's R_t may have a lambda next to that of A_t, and that of A_t may depend on the row's length.
+    """
+    gamma, lam, advantages = algorithm["gamma"], algorithm["lam"], list[list[float]]()
+    lam_critic = lam if algorithm["lam_critic"] is None else algorithm["lam_critic"]
     for row, of_row in zip(rows, rewards, strict=True):
         values = [*row.columns["values"].tolist(), 0.0]
         deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(of_row)]
+        if algorithm["lam_length"] is not None:
+            lam = max(0.0, 1 - 1 / (algorithm["lam_length"] * max(len(deltas), 1)))
         advantages.append(discounted(deltas, gamma * lam))
-        row.columns["returns"] = torch.tensor(advantages[-1], dtype=torch.float64) + row.columns["values"]
+        for_critic = torch.tensor(discounted(deltas, gamma * lam_critic), dtype=torch.float64)
+        row.columns["returns"] = for_critic + row.columns["values"]
     return whitened(rows, advantages) if algorithm["whiten"] else advantages
 
 

@@ -139,6 +139,8 @@ def test_the_best_checkpoint_is_better_by_more_than_noise_between_prompts(begin:
     again = begin()
     again.best_by = run.best_by
     again.resume(team_of())
+    again.save(team_of(), 3, scores[1])
+    assert (run.directory / "checkpoints" / "best").read_text() == "step-000001", "the prompts are remembered"
     again.save(team_of(), 4, scores[3])
     assert (run.directory / "checkpoints" / "best").read_text() == "step-000004"
     again.save(team_of(), 5, CheckpointScore(0.91, 5, {"another prompt": 0.91}))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.algorithm import COVARIANCE_LOSSES, VECTOR_ADVANTAGES
+from mrl.config.algorithm import ADVANTAGES, COVARIANCE_LOSSES, VECTOR_ADVANTAGES
 from mrl.config.arithmetic import updates_per_step
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.errors import Problem
 
 _ADVANTAGE, _DISTILLATION = "algorithm.advantage", "algorithm.distillation"
+_WITHOUT_VALUES = tuple(name for name in ADVANTAGES if name != "gae")
 _COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo")
 
 
@@ -19,6 +20,10 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
     algorithm, kl, key = config.algorithm, config.algorithm.kl, "algorithm.advantage"
     if algorithm.advantage == "gae" and config.critic is None:
         yield problem(key, "gae needs a critic", f"add a critic section, or {key}=grpo")
+    for name in ("lam_critic", "lam_length"):
+        if getattr(algorithm, name) is not None and algorithm.advantage in _WITHOUT_VALUES:
+            what = f"{algorithm.advantage} does not read a critic's values"
+            yield problem(f"algorithm.{name}", what, f"algorithm.{name}=null, or {key}=gae")
     if kl.target is not None and kl.where not in ("reward", "both"):
         yield problem(
             "algorithm.kl.target", "adapts the KL in the reward, but the reward contains no KL", "kl.where=reward"
