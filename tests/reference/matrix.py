@@ -63,7 +63,6 @@ VALUES = {
     "advantage": ("gae",),
     "gamma": ((0.95, 0.9), (1.0, 1.0)),
     "whiten": (True, False),
-    "lambdas": ({}, {"lam_critic": 1.0}, {"lam_length": 0.3}),
     "value_clip": (0.05, None, 0.5),
     "warmup": (1, 0, 2),
     "head": ("made", "new"),
@@ -133,7 +132,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
             "gamma": options["gamma"][0],
             "lam": options["gamma"][1],
             "whiten": options.get("whiten", True),
-            **options.get("lambdas", {}),
+            **({} if options.get("whiten", True) else {"lam_critic": 1.0, "lam_length": 0.3}),
             "kl": kl | ({"target": 0.002, "horizon_samples": 50} if adaptive else {}),
             "loss": {
                 "policy": options["policy"],
