@@ -31,8 +31,8 @@ from mrl.demo.preferences import sample_policy, train_judged
 from mrl.demo.tasks import MAX_WARM_START, PREFERENCES, RIGHT_PAIRS
 from mrl.events import EventLog
 from mrl.observe.console import Console
+from mrl.observe.health import OVER_OPTIMIZED, findings
 from mrl.observe.metrics import read_metrics
-from mrl.observe.report import OVER_OPTIMIZED, findings
 from mrl.trainer.evaluation import evaluate
 from mrl.trainer.run import open_run
 from mrl.trainer.sft import train_sft

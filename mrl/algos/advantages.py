@@ -138,15 +138,22 @@ def gae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """GAE (arXiv 1506.02438): A_t = delta_t + gamma lam A_(t+1), with delta_t = r_t + gamma V_(t+1) - V_t.
 
     Takes the unmasked tokens of each row as if they were adjacent, with V = A = 0 after the last one, and
-    returns_t = A_t + V_t. Advantages are whitened after the returns are computed.
+    returns_t = A_t + V_t. Advantages are whitened after the returns are computed. With lam_critic, the returns have
+    their own lambda (decoupled GAE of VC-PPO, arXiv 2503.01491). With lam_length, a row of l tokens has
+    lam = max(0, 1 - 1 / (lam_length l)) in its advantages (VAPO, arXiv 2504.05118).
     """
     mask_T = inputs.mask_T
     rewards_T, values_T = _rewards(inputs)[mask_T], _required(inputs, "values_T")[mask_T]
     written = Rows.of(inputs.rows.count(mask_T))
     delta_T = rewards_T + config.gamma * written.next_token(values_T) - values_T
-    written_T = written.discounted_sum(delta_T, config.gamma * config.lam)
-    advantages_T = _unpack(written_T, mask_T)
-    returns_T = _unpack(written_T + values_T, mask_T)
+    lam_critic = config.lam if config.lam_critic is None else config.lam_critic
+    for_critic_T = written.discounted_sum(delta_T, config.gamma * lam_critic)
+    decay: float | Tensor = config.gamma * config.lam
+    if config.lam_length is not None:
+        lengths_B = written.lengths_B.clamp(min=1).to(delta_T.dtype)
+        decay = config.gamma * written.expand((1 - 1 / (config.lam_length * lengths_B)).clamp(min=0))
+    advantages_T = _unpack(written.discounted_sum(delta_T, decay), mask_T)
+    returns_T = _unpack(for_critic_T + values_T, mask_T)
     if config.whiten:
         advantages_T = whiten(advantages_T, mask_T, inputs.sum_over_ranks)
     return Advantages(advantages_T, returns_T)
@@ -294,6 +301,22 @@ def maxrl(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
     check_not_negative("maxrl", scores_B, batch.uids)
     mean_G = groups.sum(scores_B) / groups.sizes_G.clamp(min=1)
     return groups.centered(scores_B) / torch.where(mean_G > 0, mean_G, 1.0)[groups.group_B]
+
+
+@ADVANTAGES.register("gdpo")
+def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """GDPO (arXiv 2601.05242): A = whiten(sum_k w_k (s_ik - mean_k) / (std_k + floor)) over all tokens.
+
+    s_ik is the score of reward function k with weight w_k; mean_k and std_k are those of i's group. In GRPO, rewards
+    with a small spread vanish next to others; here, each has the same influence for the same weight.
+    """
+
+    def row_advantage(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
+        if not batch.rewards:
+            raise BatchError("gdpo needs the score of each reward function (`rewards`), which is missing")
+        return torch.stack([weight * grpo(reward_B, groups, batch) for weight, reward_B in batch.rewards]).sum(0)
+
+    return Advantages(whiten(_expand("gdpo", row_advantage, inputs), inputs.mask_T, inputs.sum_over_ranks))
 
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")

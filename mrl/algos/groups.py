@@ -84,12 +84,16 @@ class Outcomes:
     scores_B: Tensor
     uids: Sequence[str]
     num_tokens_B: Tensor
+    rewards: Sequence[tuple[float, Tensor]] = ()
+    """Weight and scores of each reward function, for estimators that normalize each."""
 
     def __post_init__(self) -> None:
         if not (self.scores_B.shape == self.num_tokens_B.shape == (len(self.uids),)):
             sizes = f"{self.scores_B.numel()} scores, {len(self.uids)} uids, {self.num_tokens_B.numel()} token counts"
             raise BatchError(f"expected one of each per row, but got {sizes}")
         check_finite(self.scores_B, self.uids)
+        for _, reward_B in self.rewards:
+            check_finite(reward_B, self.uids)
 
 
 def check_finite(scores_B: Tensor, uids: Sequence[str]) -> None:

@@ -211,6 +211,31 @@ def topr(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     return _losses(loss_T, log_ratio_T, falls_T & (row_T > _ROUNDING))
 
 
+@POLICY_LOSSES.register("dro")
+def dro(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """DRO (arXiv 2405.19107): l_t = -A log pi_t + dro_beta / 2 (log r_t)^2, a quadratic penalty instead of a clip."""
+    log_ratio_T = tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    gain_T = tokens.advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
+    return _losses(0.5 * config.dro_beta * log_ratio_T.square() - gain_T, log_ratio_T, torch.zeros_like(tokens.mask_T))
+
+
+@POLICY_LOSSES.register("vespo")
+def vespo(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """VESPO (arXiv 2602.10693): l_t = -sg[w^k exp(lambda (1 - w))] A log pi_t, with w the row's ratio.
+
+    w is exp(sum_t log r_t). k and lambda are vespo_k_pos and vespo_lambda_pos where A >= 0, otherwise vespo_k_neg and
+    vespo_lambda_neg. The weight is 1 for w = 1, and falls to 0 for both small and large w.
+    """
+    advantage_T, log_ratio_T = tokens.advantage_T, tokens.log_ratio_T
+    falls_T = advantage_T < 0
+    row_T = tokens.rows.expand(tokens.rows.sum(log_ratio_T.detach())).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    k_T = torch.full_like(row_T, config.vespo_k_pos).masked_fill(falls_T, config.vespo_k_neg)
+    lambda_T = torch.full_like(row_T, config.vespo_lambda_pos).masked_fill(falls_T, config.vespo_lambda_neg)
+    weight_T = (k_T * row_T + lambda_T * (1 - row_T.exp())).exp()
+    loss_T = -weight_T * advantage_T * apply_mask(tokens.log_probs_T, tokens.mask_T)
+    return _losses(loss_T, log_ratio_T, torch.zeros_like(tokens.mask_T))
+
+
 @POLICY_LOSSES.register("clip_cov")
 def clip_cov(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     """Clip-Cov (arXiv 2505.22617): PPO, but l_t = 0 for a random share of the tokens with a high covariance.
@@ -249,6 +274,18 @@ def _selected(tokens: PolicyTokens) -> Tensor:
     if tokens.selected_T is None:
         raise BatchError("this policy loss needs `selected_T`, the tokens with a high covariance, which is missing")
     return tokens.selected_T & tokens.mask_T
+
+
+def mask_sequences(losses: TokenLosses, tokens: PolicyTokens, delta: float) -> TokenLosses:
+    """OPSM (arXiv 2512.02556): l_t = 0 where A_t < 0, for rows with mean_t -log r_t > delta.
+
+    A bad answer that the policy has become unlikely to give teaches nothing more. Its tokens still count in means.
+    """
+    log_ratio_T = tokens.log_ratio_T.detach()
+    far_T = tokens.rows.expand(-tokens.rows.mean(log_ratio_T, tokens.mask_T) > delta)
+    masked_T = far_T & (tokens.advantage_T < 0)
+    reports_T = losses.reports_T | {"opsm_masked": masked_T.to(losses.loss_T.dtype)}
+    return TokenLosses(losses.loss_T.masked_fill(masked_T, 0.0), reports_T)
 
 
 @dataclass(frozen=True)

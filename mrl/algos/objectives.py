@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.kl import distilled_advantages, token_kl
-from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, value_loss
+from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, ValueTokens, mask_sequences, value_loss
 from mrl.algos.rows import Rows, apply_mask
 from mrl.config.algorithm import DistillationConfig, KlConfig, LossConfig
 from mrl.errors import BatchError
@@ -58,6 +58,8 @@ def actor_objective(
         taught_T = distilled_advantages(advantages_T, old_T, teacher_T, mask_T, distillation.coef)
         tokens = replace(tokens, advantages_T=taught_T)
     policy = POLICY_LOSSES.resolve(config.policy)(tokens, config)
+    if config.opsm_delta is not None:
+        policy = mask_sequences(policy, tokens, config.opsm_delta)
     terms = {"pg_loss": norm.aggregate(_weighted(policy.loss_T, extra, mask_T), rows, mask_T)}
     loss = terms["pg_loss"]
     if kl is not None and kl.where in ("loss", "both") and kl.coef:

@@ -92,9 +92,9 @@ class Rows:
         ends_T = self.expand(self.starts_B + self.lengths_B)
         return apply_mask(later_T, position_T + step < ends_T)
 
-    def discounted_sum(self, x_T: Tensor, decay: float) -> Tensor:
+    def discounted_sum(self, x_T: Tensor, decay: float | Tensor) -> Tensor:
         """Return y_t = x_t + decay * y_(t+1) within each row, in log2(longest row) rounds instead of one round per
-        token.
+        token. A tensor of decays has one value per token, equal within each row.
 
         After the round with step s, each entry contains the discounted sum of its next 2s tokens.
         """

@@ -20,6 +20,7 @@ from mrl.config.schema import Config
 from mrl.errors import SetupError
 from mrl.events import EventLog
 from mrl.hub import model_directory
+from mrl.observe.figures import is_bound, shown_figure
 
 EXAMPLE = "mrl eval runs/laptop-ppo --checkpoint best --temperatures 0,0.6,1 --k 1,8"
 _SAMPLING = ("greedy", "temperature", "top_p", "top_k", "samples_per_prompt")
@@ -164,14 +165,14 @@ def _evaluate(chosen: Sequence[Resolved[Config]], directory: Path, model: Path |
 
 def _table(results: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     """Yield a row for each temperature and source, with a column for each metric."""
-    columns = list(dict.fromkeys(_figure(name) for result in results for name in result["figures"]))
+    names = [name for result in results for name in result["figures"] if not is_bound(name)]
+    columns = list(dict.fromkeys(map(_figure, names)))
     yield ["temperature", "source", *columns]
     for result in results:
         sampling = result["sampling"]
-        sources = dict.fromkeys(name[: -len(_figure(name)) - 1] for name in result["figures"])
+        sources = dict.fromkeys(name[: -len(_figure(name)) - 1] for name in result["figures"] if not is_bound(name))
         for source in sources:
-            cells = [result["figures"].get(f"{source}/{column}") for column in columns]
-            shown = ["-" if cell is None else f"{cell:.4g}" for cell in cells]
+            shown = [shown_figure(result["figures"], f"{source}/{column}") for column in columns]
             temperature = "greedy" if sampling["greedy"] else f"{sampling['temperature']:g}"
             yield [temperature, source.removeprefix("val").removeprefix("/") or "all", *shown]
 

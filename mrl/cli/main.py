@@ -35,6 +35,7 @@ VERBS = {
     "env": ("mrl.cli.env", "list versions and devices, and which parts of the stack work on this machine"),
     "train": ("mrl.cli.train", "train a model with a configuration"),
     "replay": ("mrl.cli.replay", "train a recorded step again, also in another layout, and compare the results"),
+    "compare": ("mrl.cli.compare", "train two configurations with the same seeds, or take two runs: which is better?"),
     "diff": ("mrl.cli.diff", "find the first step, phase, token, tensor and rank in which two runs part"),
     "sft": ("mrl.cli.sft", "train a model on prompts and their answers"),
     "rm": ("mrl.cli.sft", "train a reward model on pairs of preferred and rejected responses"),

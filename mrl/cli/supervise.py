@@ -97,7 +97,7 @@ def supervise(
     """
     num_restarts, newest, has_begun, lost_at = 0, _newest(directory), False, 0.0
     while True:
-        code = _attempt([sys.executable, "-m", "mrl.cli.main", *command, ATTEMPT])
+        code = attempt([sys.executable, "-m", "mrl.cli.main", *command, ATTEMPT])
         if code == -signal.SIGINT:  # ended before it could report anything
             print(f"interrupted: {what_is_kept(directory)}", file=sys.stderr)
             return EXIT_INTERRUPTED
@@ -152,7 +152,8 @@ def _newest(directory: Path) -> int:
     return max(steps_in(directory / CHECKPOINTS), default=0)
 
 
-def _attempt(command: Sequence[str]) -> int:
+def attempt(command: Sequence[str]) -> int:
+    """Run a command in a separate session, with this process's signals, and return its exit code."""
     # Signals for the process group reach the run once, from here. If this process is killed, the run should end too: a
     # run that saved first would hold its directory against the next one.
     die = partial(die_with, os.getpid())

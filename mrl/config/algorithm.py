@@ -9,11 +9,13 @@ from mrl.config.bounds import Amount, Bound, Count, Proportion, Share, at_least,
 
 ADVANTAGES = (
     *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo"),
 )
+VECTOR_ADVANTAGES = ("gdpo",)
+"""Advantage estimators that read each reward function's score, not only the weighted sum."""
 POLICY_LOSSES = (
     *("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg"),
-    *("sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov"),
+    *("sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov", "dro", "vespo"),
 )
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 """Policy losses that read old log-probs before the first update of a step."""
@@ -69,6 +71,19 @@ class LossConfig:
     """For `clip_cov`: dropped tokens have a covariance below this."""
     cov_kl_coef: Annotated[float, more_than(0)] = 1.0
     """For `kl_cov`: coefficient of the penalty."""
+    dro_beta: Annotated[float, more_than(0)] = 0.05
+    """For `dro`: coefficient of the squared log-ratio."""
+    vespo_k_pos: Amount = 2.0
+    """For `vespo`: exponent of the ratio for tokens without a negative advantage."""
+    vespo_lambda_pos: Amount = 3.0
+    """For `vespo`: rate at which large ratios lose weight, for the same tokens."""
+    vespo_k_neg: Amount = 3.0
+    """For `vespo`: exponent of the ratio for tokens with a negative advantage."""
+    vespo_lambda_neg: Amount = 2.0
+    """For `vespo`: rate at which large ratios lose weight, for the same tokens."""
+    opsm_delta: Annotated[float, more_than(0)] | None = None
+    """Off-policy sequence masking with any policy loss: where the advantage is negative, a row has no loss if its mean
+    log-probability has fallen by more than this since the old log-probs. Null masks none."""
     dual_clip: Annotated[float, more_than(1)] | None = 3.0
     """With a negative advantage, the loss of a token is at most the advantage times this. Null sets no bound."""
     entropy_coef: Amount = 0.0
@@ -143,6 +158,11 @@ class AlgorithmConfig:
     """Discount of later rewards."""
     lam: Proportion = 1.0
     """For `gae`: 1 uses the returns, 0 the critic."""
+    lam_critic: Proportion | None = None
+    """For `gae`: lambda of the critic's targets, as in VC-PPO, where it is 1. Null uses `lam`."""
+    lam_length: Annotated[float, more_than(0)] | None = None
+    """For `gae`: alpha of VAPO, which uses 0.05. Advantages of a response of l tokens have the lambda
+    1 - 1 / (alpha l), at least 0, instead of `lam`. Null uses `lam`."""
     whiten: bool = True
     """For `gae`: whiten the advantages over the batch."""
     kl: KlConfig = field(default_factory=KlConfig)

@@ -134,6 +134,9 @@ class ValidationConfig:
     """Metric that determines the best checkpoint. Null uses `val/score/mean@samples_per_prompt`."""
     best_mode: Literal["max", "min"] = "max"
     """Whether the highest or the lowest value is the best."""
+    best_beyond_noise: bool = True
+    """Whether a checkpoint must be better than the best one by more than noise: the 95 % interval of the differences
+    of the prompts excludes 0, and at least six prompts differ. If false, every improvement counts."""
     keep_best: bool = False
     """Also save after every step with the best validation so far."""
     save_samples: bool = True

@@ -93,6 +93,7 @@ NAMES: Mapping[str, tuple[str, Convert]] = {
     "clip_cov_lb": ("algorithm.loss.cov_low", to.of_loss("clip_cov")),
     "clip_cov_ub": ("algorithm.loss.cov_high", to.of_loss("clip_cov")),
     "kl_cov_ratio": ("algorithm.loss.cov_share", to.of_loss("kl_cov")),
+    "dro_beta": ("algorithm.loss.dro_beta", to.of_loss("dro")),
     "ppo_kl_coef": ("algorithm.loss.cov_kl_coef", to.of_loss("kl_cov")),
     "loss_agg_mode": ("algorithm.loss.aggregation", among(AGGREGATIONS)),
     "loss_scale_factor": ("algorithm.loss.horizon_tokens", same),

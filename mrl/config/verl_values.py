@@ -138,8 +138,9 @@ def of_loss(policy: str) -> Convert:
 
 def grpo_by_std(value: Any, values: Values) -> str:
     estimator = find(values, "adv_estimator")
-    if estimator == "grpo_passk":
-        return ", but mrl's grpo_passk always divides by the standard deviation" if value is False else "=grpo_passk"
+    if estimator in ("grpo_passk", "gdpo"):
+        divides = f", but mrl's {estimator} always divides by the standard deviation"
+        return divides if value is False else f"={estimator}"
     if estimator not in (None, "grpo", "grpo_vectorized"):
         return f", but adv_estimator is {estimator}: this value has no effect"
     return "=dr_grpo" if value is False else "=grpo"

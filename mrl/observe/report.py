@@ -2,117 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import cycle
 from typing import Any
 
-Lines = Sequence[Mapping[str, Any]]
-"""Lines of a run's `metrics.jsonl`."""
-Points = list[tuple[int, float]]
+from mrl.observe.figures import bounds_of, is_bound, shown_figure
+from mrl.observe.health import Lines, findings
 
-_RECENT = 10
+Points = list[tuple[int, float, float, float]]
+"""Steps with a value and the bounds of its interval, which are the value itself if it has no interval."""
+
 _LEAST_SHARED = 80
 """Smallest length of a common prompt prefix that is shown only once."""
-OVER_OPTIMIZED = "The reward model is over-optimized"
-
-
-@dataclass(frozen=True)
-class HealthFinding:
-    title: str
-    evidence: str
-
-
-def findings(lines: Lines) -> list[HealthFinding]:
-    """Return everything that looks unhealthy in the last steps, compared with the first steps or with earlier
-    validations.
-
-    Line 0 is a validation before the first step, if there was one.
-    """
-    steps = [line for line in lines if line["step"] > 0]
-    results = [rule(steps) for rule in _RULES] + [_over_optimized(lines)]
-    return [finding for finding in results if finding is not None]
-
-
-def _mean(lines: Lines, name: str) -> float | None:
-    values = [line[name] for line in lines if line.get(name) is not None]
-    return sum(values) / len(values) if values else None
-
-
-def _above(name: str, limit: float, title: str, reason: str) -> Callable[[Lines], HealthFinding | None]:
-    def rule(lines: Lines) -> HealthFinding | None:
-        recent = _mean(lines[-_RECENT:], name)
-        if recent is None or recent <= limit:
-            return None
-        steps = f"steps {lines[-_RECENT:][0]['step']} to {lines[-1]['step']}"
-        return HealthFinding(title, f"{name} is {recent:.3g} on average over {steps}, above {limit:g}: {reason}")
-
-    return rule
-
-
-def _entropy_collapse(lines: Lines) -> HealthFinding | None:
-    first, recent = _mean(lines[:_RECENT], "actor/entropy_mean"), _mean(lines[-_RECENT:], "actor/entropy_mean")
-    if first is None or recent is None or recent > 0.1 * first:
-        return None
-    evidence = f"actor/entropy_mean fell from {first:.3g} to {recent:.3g}"
-    return HealthFinding("Entropy has collapsed", f"{evidence}: the samples of a prompt are almost equal")
-
-
-def _mismatch_rising(lines: Lines) -> HealthFinding | None:
-    name = "mismatch/log_prob_abs_diff_mean"
-    first, recent = _mean(lines[:_RECENT], name), _mean(lines[-_RECENT:], name)
-    if first is None or recent is None or recent < 1e-4 or recent < 3 * first:
-        return None
-    evidence = f"{name} rose from {first:.2e} to {recent:.2e}"
-    return HealthFinding("Engines and trainer drift apart", f"{evidence}: check dtypes, or set algorithm.correction")
-
-
-def _skipped_updates(lines: Lines) -> HealthFinding | None:
-    skipped = sum(line.get("actor/skipped") or 0 for line in lines)
-    if not skipped:
-        return None
-    return HealthFinding("Updates were skipped", f"{skipped:g} optimizer steps had gradients that were not finite")
-
-
-def _over_optimized(lines: Lines) -> HealthFinding | None:
-    """Find reward models that score the policy higher than before, while its validation by rule has become worse.
-
-    The drop is measured from the best validation, and must exceed two standard errors of a difference of two shares.
-    """
-    rule = next((key for line in lines for key in line if re.fullmatch(r"val/solved/mean@\d+", key)), "")
-    measured = [line for line in lines if line.get(rule) is not None and line.get("val/prompts")]
-    if not measured:
-        return None
-    best, last = max(measured, key=lambda line: float(line[rule])), measured[-1]
-    before, after, num = best[rule], last[rule], int(rule.partition("@")[2]) * last["val/prompts"]
-    error = max(1 / num, math.sqrt((before * (1 - before) + after * (1 - after)) / num))
-    models = [key for key in last if re.fullmatch(r"val/(?!score/|solved/)[^/]+/mean@\d+", key) and key in best]
-    risen = [key for key in models if last[key] > best[key]]
-    if not risen or before - after <= 2 * error:
-        return None
-    evidence = f"{risen[0]} rose from {best[risen[0]]:.3g} to {last[risen[0]]:.3g} between steps {best['step']} and "
-    evidence += (
-        f"{last['step']}, while {rule} fell from {before:.3g} to {after:.3g}, by {(before - after) / error:.1f} "
-    )
-    evidence += f"standard errors: step {best['step']} was better (validation.keep_best); "
-    fix = "algorithm.kl.where=reward limits this, and more preference pairs of the policy's answers correct the model"
-    return HealthFinding(OVER_OPTIMIZED, evidence + fix)
-
-
-_RULES = (
-    _above("groups/uniform_share", 0.6, "Most prompts teach nothing", "all samples of such a prompt score the same"),
-    _above("response_length/clip_ratio", 0.2, "Responses are cut off", "raise rollout.max_response_tokens"),
-    _above("actor/pg_clipfrac", 0.3, "Updates are too large", "lower the learning rate"),
-    _above("reward/failed_share", 0.01, "Rewards fail", "events.jsonl names each sample and its reason"),
-    _entropy_collapse,
-    _mismatch_rising,
-    _skipped_updates,
-)
-
 
 COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
 _TITLES = {
@@ -122,6 +26,7 @@ _TITLES = {
     "response_length/solved/mean": "response length where solved",
     "response_length/unsolved/mean": "response length where not solved",
     "reward/kl": "KL to the reference",
+    "reward/kl_coef": "coefficient of the KL in the reward",
     "actor/kl_loss": "KL in the loss",
     "actor/entropy_mean": "entropy",
     "actor/grad_norm": "gradient norm",
@@ -136,13 +41,13 @@ _TITLES = {
     "critic/vf_explained_var": "explained variance",
     "perf/throughput": "tokens per second and device",
 }
-"""Figures that are drawn, besides all validation metrics."""
+"""Figures that are drawn, besides the score of each reward function and all validation metrics."""
 _WIDTH, _HEIGHT, _MARGIN = 340, 140, 34
 _LEAST_OF_A_LINE, _MOST_WITH_DOTS = 3, 20
 """Numbers of points. A line through two points would suggest measurements in between."""
 
 
-def _curves(runs: Mapping[str, Lines]) -> str:
+def _curves(runs: Mapping[str, Lines], colors: Sequence[str] = COLORS) -> str:
     """Draw metrics that change, equal ones as one curve. List constant metrics below the curves.
 
     With one data source, each validation metric appears twice; and with scores of 0 or 1, score and solved share are
@@ -151,49 +56,71 @@ def _curves(runs: Mapping[str, Lines]) -> str:
     titles: dict[str, list[str]] = defaultdict(list)
     changing, constant = dict[str, Mapping[str, Points]](), []
     measured = dict.fromkeys(name for lines in runs.values() for line in lines for name in line)
-    validated = [name for name in measured if name.startswith("val/") and not name.endswith("/prompts")]
-    for name in [*_TITLES, *validated]:
+    validated = [
+        name for name in measured if name.startswith("val/") and not name.endswith("/prompts") and not is_bound(name)
+    ]
+    rewards = [
+        name for name in measured if re.fullmatch("reward/.+/(mean|uniform_share)", name) and name not in _TITLES
+    ]
+    for name in [*_TITLES, *rewards, *validated]:
         points = {
-            run: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+            run: [
+                (line["step"], line[name], *(bounds_of(line, name) or [line[name]] * 2))
+                for line in lines
+                if line.get(name) is not None
+            ]
             for run, lines in runs.items()
         }
-        values = {value for run_points in points.values() for _, value in run_points}
+        values = {point[1] for run_points in points.values() for point in run_points}
         title = _TITLES.get(name, name)
         if len(values) > 1 or any(len(run_points) == 1 for run_points in points.values()):
             titles[repr(points)].append(title)
             changing[repr(points)] = points
         elif values:
             constant.append(f"{title} {values.pop():.4g}")
-    drawn = [_curve(" = ".join(titles[key]), points) for key, points in changing.items()]
+    drawn = [_curve(" = ".join(titles[key]), points, colors) for key, points in changing.items()]
     constants = f"<p>Equal in every step: {escape(', '.join(constant))}.</p>" if constant else ""
     return f'<div class="curves">{"".join(drawn)}</div>{constants}'
 
 
-def _curve(title: str, runs: Mapping[str, Points]) -> str:
+def _curve(title: str, runs: Mapping[str, Points], colors: Sequence[str]) -> str:
     all_points = [point for points in runs.values() for point in points]
-    steps, values = [step for step, _ in all_points], [value for _, value in all_points]
+    steps, values = [point[0] for point in all_points], [value for point in all_points for value in point[1:]]
     low, high, first, last = min(values), max(values), min(steps), max(steps)
     per_step = (_WIDTH - _MARGIN) / max(last - first, 1)
     up = (_HEIGHT - 24) / (high - low) if high > low else 0.0
 
     def drawn(points: Points, color: str) -> str:
-        places = [(_MARGIN + (step - first) * per_step, _HEIGHT - 16 - (value - low) * up) for step, value in points]
-        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}"/>' for x, y in places)
+        places = [
+            (_MARGIN + (step - first) * per_step, *(_HEIGHT - 16 - (value - low) * up for value in values))
+            for step, *values in points
+        ]
+        bars = "".join(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom:.1f}" y2="{top:.1f}" stroke="{color}" opacity="0.35"/>'
+            for x, _, bottom, top in places
+            if bottom != top
+        )
+        dots = bars + "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}"/>' for x, y, *_ in places)
         if len(places) < _LEAST_OF_A_LINE:
             return dots
-        line = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+        line = " ".join(f"{across:.1f},{down:.1f}" for across, down, *_ in places)
         line = f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.6"/>'
-        return line + (dots if len(places) <= _MOST_WITH_DOTS else "")
+        return line + (dots if len(places) <= _MOST_WITH_DOTS else bars)
 
     labels = "".join(
         f'<text x="0" y="{y}" font-size="10" fill="#777">{value:.3g}</text>'
         for y, value in ((12, high), (_HEIGHT - 14, low))
     )
     steps_at = f'<text x="{_MARGIN}" y="{_HEIGHT - 2}" font-size="10" fill="#777">step {first} to {last}</text>'
-    lines = "".join(drawn(points, color) for points, color in zip(runs.values(), COLORS, strict=False) if points)
-    newest = ", ".join(f"{points[-1][1]:.4g}" for points in runs.values() if points)
+    lines = "".join(drawn(points, color) for points, color in zip(runs.values(), colors, strict=False) if points)
+    newest = ", ".join(_newest(points[-1]) for points in runs.values() if points)
     caption = f"<figcaption>{escape(title)}: {newest}</figcaption>"
     return f'<figure>{caption}<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">{labels}{steps_at}{lines}</svg></figure>'
+
+
+def _newest(point: tuple[int, float, float, float]) -> str:
+    _, value, low, high = point
+    return f"{value:.4g}" + (f" ({low:.3g} to {high:.3g})" if low != high else "")
 
 
 STYLE = """
@@ -258,6 +185,26 @@ def render_comparison(runs: Mapping[str, Lines], difference: str, parting: str =
     return page(title, sections)
 
 
+def render_seeds(
+    name: str, verdict: str, figure: str, pairs: Sequence[tuple[float, float]], runs: Mapping[str, Lines], changed: str
+) -> str:
+    """Return the page of a comparison of two configurations. `runs` has a run of A and one of B in turn."""
+    rows = "".join(
+        f"<tr><td>{number}</td><td>{a:.4g}</td><td>{b:.4g}</td><td>{b - a:+.4g}</td></tr>"
+        for number, (a, b) in enumerate(pairs, start=1)
+    )
+    key = "".join(
+        f'<span class="key" style="background:{color}"></span>{side}' for side, color in zip("AB", COLORS, strict=False)
+    )
+    sections = [
+        f"<h1>{escape(name)}</h1><p>{escape(verdict)}</p>",
+        f"<table><tr><th>pair</th><th>A: {escape(figure)}</th><th>B</th><th>B - A</th></tr>{rows}</table>",
+        f"<h2>Difference of the configurations</h2><pre>{escape(changed or 'None.')}</pre>",
+        f"<h2>Curves</h2><p>{key}</p>{_curves(runs, COLORS[:2] * len(pairs))}",
+    ]
+    return page(name, sections)
+
+
 def page(title: str, sections: Sequence[str]) -> str:
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
@@ -267,8 +214,9 @@ def _summary(lines: Lines, num_steps: int) -> str:
     if not num_steps:
         return "No step has been done."
     seconds = sum(line.get("timing_s/step") or 0.0 for line in lines)
-    validated = {key: value for line in lines for key, value in line.items() if key.startswith("val/solved/")}
-    figures = "".join(f"; {escape(key)} = {value:.3f}" for key, value in validated.items())
+    validated = {key: value for line in lines for key, value in line.items() if key.startswith("val/")}
+    shown = [key for key in validated if key.startswith("val/solved/") and not is_bound(key)]
+    figures = "".join(f"; {escape(key)} = {shown_figure(validated, key)}" for key in shown)
     return f"{num_steps} steps in {seconds / 60:.1f} minutes{figures}"
 
 

@@ -7,10 +7,11 @@ import json
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mrl.config.reward import RewardConfig
 from mrl.rewards.sample import Sample
 
 FailureKind = Literal["timeout", "crashed", "raised", "bad_result", "memory"]
@@ -46,6 +47,18 @@ class Failure:
 
 
 Outcome = Score | Failure
+REWARD = "reward/"
+"""Beginning of the names of columns with the score of one reward function."""
+
+
+def reward_columns(config: RewardConfig, parts: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, list[float]]]:
+    """Yield name and values of a column for each function with a weight, from the parts of each sample's score.
+
+    A function that does not score the data source of a prompt has 0 for all of its samples.
+    """
+    for label, function in config.functions.items():
+        if function.weight:
+            yield f"{REWARD}{label}", [float(of_sample.get(label, 0.0)) for of_sample in parts]
 
 
 class BadResult(ValueError):

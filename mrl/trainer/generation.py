@@ -15,12 +15,13 @@ from mrl.agents.conversation import Ids, WrittenTurn
 from mrl.agents.figures import check_failed_share, dialog_metrics
 from mrl.agents.loop import Dialog, Dialogs, Opening
 from mrl.config.agent import AgentConfig
+from mrl.config.algorithm import VECTOR_ADVANTAGES
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, end_tokens
 from mrl.protocol import DataProto
 from mrl.protocol.columns import Index, Jagged, from_rows
 from mrl.rewards.manager import RewardManager
-from mrl.rewards.outcome import Failure, Outcome, Score, reward_metrics, sum_of
+from mrl.rewards.outcome import Failure, Outcome, Score, reward_columns, reward_metrics, sum_of
 from mrl.rewards.sample import Sample
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
@@ -224,6 +225,9 @@ class Generator:
             "truncated": torch.tensor([conversation.ended == "length" for conversation in conversations]),
             "scores": torch.tensor([score.value for score in scores.values()], dtype=torch.float64),
         }
+        if self._config.algorithm.advantage in VECTOR_ADVANTAGES:
+            parts = [score.parts for score in scores.values()]
+            tensors |= {name: torch.tensor(values) for name, values in reward_columns(self._config.reward, parts)}
         if self._has_versions:
             tensors["versions"] = from_rows([torch.tensor(conversation.versions) for conversation in conversations])
         objects: dict[str, list[Any]] = {

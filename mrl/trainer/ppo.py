@@ -20,10 +20,13 @@ from mrl.config.schema import Config
 from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
 from mrl.controller.transport import fetch, store
 from mrl.data.row_files import write_samples
+from mrl.observe.confidence import with_intervals
+from mrl.observe.figures import shown_figure
 from mrl.protocol import DataProto
 from mrl.registry import load_attribute
 from mrl.trainer import step_metrics
 from mrl.trainer.audit import ReplayedRun, check_invariants, staleness_metrics, with_staleness
+from mrl.trainer.checkpoint_score import CheckpointScore
 from mrl.trainer.checkpoints import read_checkpoint
 from mrl.trainer.components import Components, build_components
 from mrl.trainer.engine_probe import Answers
@@ -97,7 +100,7 @@ class RayPPOTrainer:
             validated = self.validate()
             run.record(0, validated)
             self.compare_runs(0, validated)
-            self.score_of(validated)
+            self.score_of(0, validated)
         while self.num_steps_done < self.config.training.steps:
             report = self.step()
             is_last = report.step == self.config.training.steps
@@ -107,7 +110,7 @@ class RayPPOTrainer:
             run.publish_save()
             stop = run.should_stop()
             self.record(report.step, report.batch, report.metrics | figures)
-            score = self.score_of(figures)
+            score = self.score_of(report.step, figures)
             is_kept = validation.keep_best and run.is_best(score)
             if is_last or stop or is_kept or run.save_is_due(report.step):
                 drawn = drawn_to_bytes(self.components.stream.drawn_ahead(), self.hybrid.version)
@@ -142,7 +145,8 @@ class RayPPOTrainer:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
         with self.clock("advantage"):
-            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows["sample"].tolist())
+            rewards = step_metrics.reward_vector(samples.batch, self.config.reward)
+            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows["sample"].tolist(), rewards)
             role = self.critic or self.actor  # the critic's values are on its ranks
             positions = torch.arange(len(batch))
             advantages, figures = role.compute_advantages(batch.with_column("position", positions), whole)
@@ -210,23 +214,30 @@ class RayPPOTrainer:
         if (teacher := self.components.teacher) is not None:
             with self.clock("validation"):
                 samples = self.components.validator.samples
-                figures["val/teacher_kl"] = validated_kl(self.actor, teacher, samples, _FETCH_S)
+                values = {"teacher_kl": validated_kl(self.actor, teacher, samples, _FETCH_S)}
+                self.components.validator.by_prompt["val/teacher_kl"] = values["teacher_kl"]
+                figures |= with_intervals("val", values)
             self.components.turns.end()
         while self.components.validator.warnings:
             self.run.warn("validation", self.components.validator.warnings.pop(0))
         self.compare_engines(self.num_steps_done, answers)
         return figures
 
-    def score_of(self, figures: dict[str, float]) -> float | None:
-        """Return the score that ranks this step's checkpoint, higher being better; None without a validation."""
-        validation = self.config.validation
-        if figures and validation.best not in figures:
-            self.run.warn(
-                "validation", f"the figure {validation.best} is missing: this checkpoint cannot become the best"
-            )
-        if validation.best not in figures:
+    def score_of(self, step: int, figures: dict[str, float]) -> CheckpointScore | None:
+        """Print the figure that ranks this step's checkpoint. Return its score; None without a validation."""
+        validation, name = self.config.validation, self.config.validation.best
+        if figures and name not in figures:
+            self.run.warn("validation", f"the figure {name} is missing: this checkpoint cannot become the best")
+        if name not in figures:
             return None
-        return figures[validation.best] * (1 if validation.best_mode == "max" else -1)
+        self.run.console.note(f"validation after step {step}: {name} {shown_figure(figures, name)}")
+        sign = 1 if validation.best_mode == "max" else -1
+        by_prompt = self.components.validator.by_prompt[name] if validation.best_beyond_noise else {}
+        signed = {prompt: sign * value for prompt, value in by_prompt.items()}
+        score = CheckpointScore(sign * figures[name], step, signed)
+        if noise := score.noise(self.run.best):
+            self.run.console.note(f"{name} is {noise}")
+        return score
 
     def compare_engines(self, step: int, answers: Answers) -> None:
         """Compare the engines' answers with the trainer's log-probs, before anything is learned from samples."""

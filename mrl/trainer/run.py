@@ -27,6 +27,7 @@ from mrl.observe.console import Console
 from mrl.observe.metrics import MetricsFile, StepTimer
 from mrl.observe.trackers import TrackerThread, open_trackers
 from mrl.redaction import redact
+from mrl.trainer.checkpoint_score import CheckpointScore
 from mrl.trainer.checkpoints import Checkpoint, CheckpointManager
 from mrl.trainer.role_client import RoleClient
 
@@ -76,8 +77,9 @@ class Run(Generic[AnyTyped]):
         """Meaning of the scores. Scores with another meaning are not compared."""
         self.drawn_ahead = b""
         """Batches that were drawn and not trained, from the checkpoint that the run resumes."""
-        self._best: float | None = None
-        self._best_before: float | None = None
+        self.best: CheckpointScore | None = None
+        """Score of the best checkpoint."""
+        self._best_before: CheckpointScore | None = None
         self._num_failed_saves = 0
         self._warned: set[tuple[str, str]] = set()
         self.events.write(RunStarted(self.config.run.name, mrl.__version__))
@@ -110,7 +112,7 @@ class Run(Generic[AnyTyped]):
         self.drawn_ahead = checkpoint.drawn_ahead
         best_by = checkpoint.state.get("best_by", "an unknown figure")
         if best_by == self.best_by:
-            self._best = checkpoint.state["best"]
+            self.best = CheckpointScore.from_state(checkpoint.state)
         elif checkpoint.state["best"] is not None:
             self.warn("validation", f"the best checkpoint was chosen by {best_by}; from now on, by {self.best_by}")
         self.console.print(f"resumed from {checkpoint.path}")
@@ -145,30 +147,30 @@ class Run(Generic[AnyTyped]):
         every = self.config.training.save_every
         return (bool(every) and step % every == 0) or self._num_failed_saves > 0
 
-    def is_best(self, score: float | None) -> bool:
-        return score is not None and (self._best is None or score > self._best)
+    def is_best(self, score: CheckpointScore | None) -> bool:
+        return score is not None and score.is_better_than(self.best)
 
     def save(
         self,
         trained: Resumable,
         step: int,
-        score: float | None = None,
+        score: CheckpointScore | None = None,
         *,
         wait: bool = True,
         drawn_ahead: bytes = b"",
     ) -> None:
-        """Save everything. The checkpoint is the best so far if it was validated and scored higher than all before it.
+        """Save everything. The checkpoint is the best so far if it was validated and is better than the best before it.
 
         With `wait=False`, files are written while training continues, and the checkpoint becomes visible later.
         """
         with self.clock("save"):
             self.finish_save()
             is_best = self.is_best(score)
-            self._best_before, self._best = self._best, score if is_best else self._best
-            best = {"best": self._best, "best_by": self.best_by}
-            state = {"config": resume_config(self.config), "trained": trained.state_dict(), **best}
+            self._best_before, self.best = self.best, score if is_best else self.best
+            best = {"best": None} if self.best is None else self.best.to_state()
+            state = {"config": resume_config(self.config), "trained": trained.state_dict(), "best_by": self.best_by}
             try:
-                self.checkpoints.begin(step, trained.roles, state, is_best, drawn_ahead)
+                self.checkpoints.begin(step, trained.roles, state | best, is_best, drawn_ahead)
             except SAVE_ERRORS as error:
                 self._save_failed(error, wait)
             else:
@@ -190,7 +192,7 @@ class Run(Generic[AnyTyped]):
             self.finish_save()
 
     def _save_failed(self, error: Exception, is_needed: bool) -> None:
-        self._best = self._best_before
+        self.best = self._best_before
         self._num_failed_saves += 1
         disk_error = _disk_error(error)
         if is_needed or self._num_failed_saves > self.config.training.max_failed_saves:

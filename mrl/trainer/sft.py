@@ -30,6 +30,7 @@ from mrl.errors import DataError
 from mrl.observe.console import printable
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.trainer.checkpoint_score import CheckpointScore
 from mrl.trainer.model_probe import ModelProbe
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.reference import ReferenceLogProbs, Score, compute_reference, num_groups
@@ -69,7 +70,7 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
             figures = _validated(run, components, num_done) if is_due else {}
             run.record(num_done, metrics | figures)
             on_update(num_done, metrics | figures)
-            score = components.task.sign * figures[components.task.best] if figures else None
+            score = CheckpointScore(components.task.sign * figures[components.task.best], num_done) if figures else None
             stop = not is_last and run.should_stop()
             if is_last or stop or (keep_best and run.is_best(score)) or run.save_is_due(num_done):
                 run.save(components, num_done, score, wait=is_last or stop)

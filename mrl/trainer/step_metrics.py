@@ -11,10 +11,12 @@ import numpy.typing as npt
 import torch
 
 from mrl.config.hardware import device_flops_per_s
+from mrl.config.reward import RewardConfig
 from mrl.config.schema import ClusterConfig
 from mrl.observe.console import SamplePreview
 from mrl.protocol import DataProto
 from mrl.protocol.columns import Jagged
+from mrl.rewards.outcome import REWARD
 from mrl.trainer.role_client import RoleClient
 
 
@@ -28,13 +30,27 @@ def batch_metrics(batch: DataProto, max_response_tokens: int, solved_at: float) 
         figures |= _lengths_by(batch, {f"source/{name}": sources == name for name in names})
     figures |= summary_metrics("prompt_length", batch.lengths("prompts"))
     figures["response_length/clip_ratio"] = float((batch.lengths("responses") >= max_response_tokens).mean())
+    figures["groups/uniform_share"] = _uniform_share(batch, scores)
+    for name in batch.columns():
+        if name.startswith(REWARD):  # the estimator normalizes each reward
+            figures[f"{name}/uniform_share"] = _uniform_share(batch, np.asarray(batch[name], dtype=np.float64))
+    figures["batch/samples"] = len(batch)
+    return figures
+
+
+def _uniform_share(batch: DataProto, scores: npt.NDArray[np.float64]) -> float:
+    """Return the share of groups whose scores are equal."""
     uids, group = np.unique(batch["uid"].astype(str), return_inverse=True)
     lowest, highest = np.full(len(uids), np.inf), np.full(len(uids), -np.inf)
     np.minimum.at(lowest, group, scores)
     np.maximum.at(highest, group, scores)
-    figures["groups/uniform_share"] = float((lowest == highest).mean())
-    figures["batch/samples"] = len(batch)
-    return figures
+    return float((lowest == highest).mean())
+
+
+def reward_vector(batch: DataProto, reward: RewardConfig) -> list[tuple[float, list[float]]]:
+    """Return the weight of each reward function with a column in the batch, and its scores."""
+    labels = [label for label in reward.functions if f"{REWARD}{label}" in batch.columns()]
+    return [(reward.functions[label].weight, batch[f"{REWARD}{label}"].tolist()) for label in labels]
 
 
 def written_lengths(batch: DataProto) -> npt.NDArray[np.int64]:
@@ -149,7 +165,7 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
         "response_tokens": batch.lengths("responses").tolist(),
         "num_tokens": written_lengths(batch).tolist(),
         "truncated": batch["truncated"].tolist(),
-        **{name: batch[name].tolist() for name in columns if name.startswith("reward_model")},
+        **{name: batch[name].tolist() for name in columns if name.startswith(("reward_model", REWARD))},
         **{name: batch[name] for name in ("turns", "ended") if name in columns},
         **({"segments": [1 + len(more) for more in batch["other_segments"]]} if "other_segments" in columns else {}),
     }

@@ -18,6 +18,7 @@ from mrl.errors import ModelError
 from mrl.models.hf_reader import HfReader
 from mrl.models.hf_writer import padding_token
 from mrl.models.table import SCORE, Head
+from mrl.observe.confidence import ratio_values, with_intervals
 from mrl.protocol import DataProto
 from mrl.trainer.role_client import Metrics, SupervisedClient
 from mrl.workers.messages import ModelSetup
@@ -83,7 +84,8 @@ def supervised_setup(config: SftConfig) -> ModelSetup:
 def measure_loss(client: SupervisedClient, batches: Sequence[DataProto]) -> Metrics:
     """Return the mean loss per learned token, over all rows and for each source."""
     rows = _scored(client, "score_sft", batches)
-    return mean_by_source("loss", -rows["sum_log_probs"].numpy(), rows["num_learned"].numpy(), rows["data_source"])
+    sums, units = -rows["sum_log_probs"].numpy(), np.arange(len(rows))
+    return mean_by_source("loss", sums, rows["num_learned"].numpy(), rows["data_source"], units)
 
 
 def measure_scores(client: SupervisedClient, batches: Sequence[DataProto]) -> Metrics:
@@ -98,7 +100,7 @@ def measure_regression(client: SupervisedClient, batches: Sequence[DataProto]) -
     """Return the mean squared error of the scores."""
     rows = _scored(client, "score_rm", batches)
     errors = np.square((rows["scores"].double() - rows["label"].double()).numpy())
-    return mean_by_source("loss", errors, np.ones_like(errors), rows["data_source"])
+    return mean_by_source("loss", errors, np.ones_like(errors), rows["data_source"], np.arange(len(rows)))
 
 
 def measure_preferences(client: SupervisedClient, batches: Sequence[DataProto], loss: DpoLossConfig) -> Metrics:
@@ -138,14 +140,14 @@ def pair_metrics(rows: DataProto, scores: Floats, losses: Floats | None = None) 
     columns = {"loss": np.logaddexp(0, -gaps) if losses is None else losses, "accuracy": correct, "margin": gaps}
     figures: Metrics = {}
     for name, values in columns.items():
-        figures |= mean_by_source(name, weights * values, weights, rows["data_source"][better])
+        figures |= mean_by_source(name, weights * values, weights, rows["data_source"][better], prompts[better])
     longer = np.sign(lengths[better] - lengths[worse])
     for name, sign in (("chosen_longer", 1), ("chosen_shorter", -1), ("same_length", 0)):
         chosen = longer == sign
         if chosen.any():
             figures[f"val/accuracy/{name}"] = float(np.average(correct[chosen], weights=weights[chosen]))
     if np.bincount(prompts).max() > 2:
-        figures["val/best_of_n"] = _best_of_n(scores, prompts)
+        figures |= with_intervals("val", {"best_of_n": dict(enumerate(_best_of_n(scores, prompts)))})
     figures["val/pairs"] = float(len(gaps))
     figures["val/longer_wins"] = float(np.average(0.5 * (longer + 1), weights=weights))
     figures["val/calibration_error"] = calibration_error(gaps, weights)
@@ -158,13 +160,14 @@ def _pairs_of(rows: DataProto) -> Pairs:
     return Pairs.of((rows["rank"] == 0).cumsum(0), rows["rank"])
 
 
-def _best_of_n(scores: Floats, prompts: Positions) -> float:
-    """Return the share of prompts whose best response has the highest score. If n responses tie for it, count 1/n."""
+def _best_of_n(scores: Floats, prompts: Positions) -> list[float]:
+    """Return for each prompt whether its best response has the highest score; 1/n if n responses tie for it."""
     highest = np.full(prompts[-1] + 1, -np.inf)
     np.maximum.at(highest, prompts, scores)
     is_highest = scores == highest[prompts]
     firsts = np.flatnonzero(np.diff(prompts, prepend=-1))
-    return float(np.mean(is_highest[firsts] / np.bincount(prompts, weights=is_highest)))
+    shares: list[float] = (is_highest[firsts] / np.bincount(prompts, weights=is_highest)).tolist()
+    return shares
 
 
 def warnings_of(figures: Mapping[str, float]) -> Iterator[tuple[str, str]]:
@@ -199,8 +202,14 @@ def calibration_error(gaps: Floats, weights: Floats) -> float:
 
 
 def mean_by_source(
-    figure: str, sums: Floats, nums: npt.NDArray[np.number], sources: npt.NDArray[np.object_]
+    figure: str, sums: Floats, nums: npt.NDArray[np.number], sources: npt.NDArray[np.object_], units: Positions
 ) -> Metrics:
+    """Return sum / number over all rows and for each source, with intervals. Rows of one unit are not independent."""
     parts = {"val": np.ones(len(sources), bool)}
     parts |= {f"val/{source}": sources == source for source in dict.fromkeys(sources)}
-    return {f"{prefix}/{figure}": float(sums[rows].sum() / nums[rows].sum()) for prefix, rows in parts.items()}
+    figures: Metrics = {}
+    for prefix, rows in parts.items():
+        _, unit = np.unique(units[rows], return_inverse=True)
+        values = ratio_values(*(np.bincount(unit, column[rows]).astype(np.float64) for column in (sums, nums)))
+        figures |= with_intervals(prefix, {figure: dict(enumerate(values.tolist()))})
+    return figures

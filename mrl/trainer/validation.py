@@ -1,4 +1,4 @@
-"""Evaluation on prompts that are not trained on: mean@k, pass@k and maj@k per source."""
+"""Evaluation on prompts that are not trained on: mean@k, pass@k and maj@k per source, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mrl.data.rlhf_dataset import CHECKED_AT_ONCE, Prompt, RLHFDataset
 from mrl.data.row_files import write_samples
 from mrl.errors import DataError, did_you_mean
 from mrl.events import EventLog
+from mrl.observe.confidence import ratio_values, with_intervals
 from mrl.protocol import DataProto
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.model_scores import ModelScores
@@ -33,6 +34,10 @@ from mrl.trainer.step_metrics import sample_columns
 
 Answers = list[tuple[str | None, float]]
 """Answer and score of each sample of one prompt. The answer is empty if none was found, None if none was expected."""
+ByPrompt = dict[str, float]
+"""Value of each prompt. A figure is their mean, and all have equal weight."""
+Parts = dict[str, dict[str, ByPrompt]]
+"""Figures of each source, and of all together, by the prefix of their names."""
 
 
 class Validator:
@@ -47,6 +52,8 @@ class Validator:
         """Warnings that have not been shown yet."""
         self.samples: list[DataProto] = []
         """Samples of the last validation, if a teacher reads them too."""
+        self.by_prompt: dict[str, ByPrompt] = {}
+        """Figures of the last validation, by prompt."""
 
     def run(self, step: int, models: ModelScores) -> dict[str, float]:
         return self.measure(step, self.sample(), models)
@@ -74,44 +81,54 @@ class Validator:
                 write_samples(self._directory / "samples", step, columns, "validation")
             except OSError as error:
                 self.warnings.append(f"validation.save_samples: cannot write the responses: {error}")
-        by_models = model_figures(self._config, scored, whole)
-        return (self._figures(answers) if is_measured(self._config) else {}) | by_models
-
-    def _figures(self, answers: Mapping[str, Mapping[str, Answers]]) -> dict[str, float]:
+        parts = self._by_rule(answers) if is_measured(self._config) else {}
+        for prefix, by_models in model_values(self._config, scored, whole).items():
+            parts[prefix] = parts.get(prefix, {}) | by_models
+        self.by_prompt = {f"{prefix}/{name}": values for prefix, part in parts.items() for name, values in part.items()}
         figures: dict[str, float] = {}
+        for prefix, values in parts.items():
+            if is_measured(self._config):
+                figures[f"{prefix}/prompts"] = float(len(next(iter(values.values()))))
+            figures |= with_intervals(prefix, values)
+        return figures
+
+    def _by_rule(self, answers: Mapping[str, Mapping[str, Answers]]) -> Parts:
         together: dict[str, Answers] = {}
         voting: dict[str, Answers] = {}
+        parts: Parts = {}
         for source, by_prompt in answers.items():
             named = {f"{source} {uid}": answers_of_prompt for uid, answers_of_prompt in by_prompt.items()}
             together |= named
-            figures |= score_figures(f"val/{source}", named, self._config.validation)
+            values = parts[f"val/{source}"] = score_values(named, self._config.validation)
             if any(answer is not None for answers_of_prompt in by_prompt.values() for answer, _ in answers_of_prompt):
                 voting |= named
-                figures |= vote_figures(f"val/{source}", named, self._config.validation)
+                values |= vote_values(named, self._config.validation)
             elif source not in self._mute and self._config.validation.counts[-1] > 1:
                 self._mute.add(source)
                 self.warnings.append(f"no maj@k for {source}: none of its reward functions returns the judged answer")
-        figures |= score_figures("val", together, self._config.validation)
-        return figures | (vote_figures("val", voting, self._config.validation) if voting else {})
+        parts["val"] = score_values(together, self._config.validation)
+        parts["val"] |= vote_values(voting, self._config.validation) if voting else {}
+        return parts
 
 
-def score_figures(prefix: str, by_prompt: Mapping[str, Answers], validation: ValidationConfig) -> dict[str, float]:
-    """Return mean@k (the mean over all samples) and pass@k (the unbiased probability that one of k samples is correct).
+def score_values(by_prompt: Mapping[str, Answers], validation: ValidationConfig) -> dict[str, ByPrompt]:
+    """Return mean@k (the mean over all samples) and pass@k (the unbiased probability that one of k samples is correct)
+    of each prompt.
 
-    All prompts have equal weight. For a prompt with fewer than k scored samples, k is their number.
+    For a prompt with fewer than k scored samples, k is their number.
     """
-    scores = [np.array([score for _, score in answers]) for answers in by_prompt.values()]
-    correct = [values >= validation.solved_at for values in scores]
+    scores = {prompt: np.array([score for _, score in answers]) for prompt, answers in by_prompt.items()}
+    correct = {prompt: values >= validation.solved_at for prompt, values in scores.items()}
     num_samples = validation.samples_per_prompt
     figures = {
-        f"{prefix}/prompts": float(len(scores)),
-        f"{prefix}/score/mean@{num_samples}": float(np.mean([values.mean() for values in scores])),
-        f"{prefix}/solved/mean@{num_samples}": float(np.mean([values.mean() for values in correct])),
+        f"score/mean@{num_samples}": {prompt: float(values.mean()) for prompt, values in scores.items()},
+        f"solved/mean@{num_samples}": {prompt: float(values.mean()) for prompt, values in correct.items()},
     }
     for k in validation.counts:
         if k > 1:
-            passed = [pass_at(k, len(values), int(values.sum())) for values in correct]
-            figures[f"{prefix}/solved/pass@{k}"] = float(np.mean(passed))
+            figures[f"solved/pass@{k}"] = {
+                prompt: pass_at(k, len(values), int(values.sum())) for prompt, values in correct.items()
+            }
     return figures
 
 
@@ -121,12 +138,13 @@ def pass_at(k: int, num_samples: int, num_right: int) -> float:
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def vote_figures(prefix: str, by_prompt: Mapping[str, Answers], validation: ValidationConfig) -> dict[str, float]:
-    """Return maj@k: how often the most common answer among k samples is correct, averaged over groups of k."""
+def vote_values(by_prompt: Mapping[str, Answers], validation: ValidationConfig) -> dict[str, ByPrompt]:
+    """Return maj@k of each prompt: how often the most common answer among k samples is correct, over groups of k."""
     return {
-        f"{prefix}/solved/maj@{k}": float(
-            np.mean([np.mean(_majorities(answers, k) >= validation.solved_at) for answers in by_prompt.values()])
-        )
+        f"solved/maj@{k}": {
+            prompt: float(np.mean(_majorities(answers, k) >= validation.solved_at))
+            for prompt, answers in by_prompt.items()
+        }
         for k in validation.counts
         if k > 1
     }
@@ -168,41 +186,38 @@ The score by rule, the models' addition to it, and then the raw score of each mo
 """
 
 
-def model_figures(config: Config, scored: Sequence[DataProto], whole: Sequence[DataProto]) -> dict[str, float]:
-    """Return mean@k of each model, and best@k: whether the sample with the models' highest score is correct.
+def model_values(config: Config, scored: Sequence[DataProto], whole: Sequence[DataProto]) -> Parts:
+    """Return mean@k of each model and prompt, and best@k: whether the sample with the models' highest score is correct.
 
     Best@k averages over consecutive groups of k samples. It needs a rule that decides which answers are correct.
     """
     validation, models = config.validation, config.scoring_models()
-    if not models:
-        return {}
-    tables: dict[str, list[Table]] = defaultdict(list)
-    for source, table in _tables(list(models), scored, whole):
-        tables[f"val/{source}"].append(table)
-    tables["val"] = [table for parts in list(tables.values()) for table in parts]
-    figures = {}
-    for prefix, prompt_tables in tables.items():
-        for column, role in enumerate(models, _RAW):
-            mean = float(np.mean([table[:, column].mean() for table in prompt_tables]))
-            figures[f"{prefix}/{label_of(role)}/mean@{validation.samples_per_prompt}"] = mean
+    parts: Parts = defaultdict(lambda: defaultdict(dict))
+    for source, uid, table in _tables(list(models), scored, whole) if models else ():
+        values = {
+            f"{label_of(role)}/mean@{validation.samples_per_prompt}": float(table[:, column].mean())
+            for column, role in enumerate(models, _RAW)
+        }
         for k in validation.counts if is_measured(config) else ():
             if k > 1:
-                correct = [np.mean(_best(table, k) >= validation.solved_at) for table in prompt_tables]
-                figures[f"{prefix}/solved/best@{k}"] = float(np.mean(correct))
-    return figures
+                values[f"solved/best@{k}"] = float(np.mean(_best(table, k) >= validation.solved_at))
+        for prefix in (f"val/{source}", "val"):
+            for name, value in values.items():
+                parts[prefix][name][f"{source} {uid}"] = value
+    return parts
 
 
 def _tables(
     roles: Sequence[str], scored: Sequence[DataProto], whole: Sequence[DataProto]
-) -> Iterator[tuple[str, Table]]:
-    """Yield the source and the table of the samples of each prompt."""
+) -> Iterator[tuple[str, str, Table]]:
+    """Yield source, uid and table of the samples of each prompt."""
     for before, after in zip(scored, whole, strict=True):
         added = after["scores"] - before["scores"]
         table = np.stack([before["scores"], added, *(after[role] for role in roles)], axis=1)
         rows: dict[tuple[str, str], list[int]] = defaultdict(list)
         for row, prompt in enumerate(zip(before["data_source"], before["uid"], strict=True)):
             rows[prompt].append(row)
-        yield from ((source, table[sample_rows]) for (source, _), sample_rows in rows.items())
+        yield from ((source, uid, table[sample_rows]) for (source, uid), sample_rows in rows.items())
 
 
 def _best(table: Table, k: int) -> npt.NDArray[np.float64]:
@@ -211,9 +226,10 @@ def _best(table: Table, k: int) -> npt.NDArray[np.float64]:
     return np.array([table[start + np.argmax(table[start : start + k, _WORTH]), _RULE] for start in starts])
 
 
-def validated_kl(actor: RoleClient, teacher: RoleClient, samples: Sequence[DataProto], timeout_s: float) -> float:
-    """Return the mean of log pi - log nu over the tokens that the policy wrote in validation."""
-    differences = []
+def validated_kl(actor: RoleClient, teacher: RoleClient, samples: Sequence[DataProto], timeout_s: float) -> ByPrompt:
+    """Return values of the prompts whose mean is the mean of log pi - log nu over the tokens that the policy wrote."""
+    sums: dict[str, float] = defaultdict(float)
+    sizes: dict[str, float] = defaultdict(float)
     for part in samples:  # row ids repeat across batches
         rows = trained_rows(part)
         batch = rows.select(*(name for name in ("prompts", "responses", "response_mask") if name in rows.columns()))
@@ -222,5 +238,13 @@ def validated_kl(actor: RoleClient, teacher: RoleClient, samples: Sequence[DataP
         columns = fetch(batch, timeout_s)
         difference_T = columns.values("old_log_probs").double() - columns.values("teacher_log_probs").double()
         has_mask = "response_mask" in columns.columns()
-        differences.append(difference_T[columns.values("response_mask").bool()] if has_mask else difference_T)
-    return float(torch.cat(differences).mean())
+        mask_T = columns.values("response_mask").bool() if has_mask else torch.ones_like(difference_T, dtype=torch.bool)
+        lengths = torch.as_tensor(columns.lengths("responses"))
+        parts = zip(*(torch.split(column_T, lengths.tolist()) for column_T in (difference_T, mask_T)), strict=True)
+        for sample, (row_T, written_T) in zip(rows["sample"].tolist(), parts, strict=True):
+            prompt = f"{part['data_source'][sample]} {part['uid'][sample]}"
+            sums[prompt] += float(row_T[written_T].sum())
+            sizes[prompt] += int(written_T.sum())
+    written = [prompt for prompt, size in sizes.items() if size]
+    values = ratio_values(*(np.array([column[prompt] for prompt in written]) for column in (sums, sizes)))
+    return dict(zip(written, values.tolist(), strict=True))

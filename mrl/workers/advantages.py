@@ -53,7 +53,12 @@ def shard_advantages(
         rewards_T,
         columns.get("values"),
         batch["baseline_scores"] if "baseline_scores" in batch.columns() else None,
-        Outcomes(scores_S / num_rows_S, whole.uids, num_tokens_S),
+        Outcomes(
+            scores_S / num_rows_S,
+            whole.uids,
+            num_tokens_S,
+            [(weight, torch.tensor(reward_S, dtype=torch.float64)) for weight, reward_S in whole.rewards],
+        ),
         sample_B,
         sum_over_shards,
     )

@@ -63,6 +63,8 @@ class WholeBatch:
     kl_coef: float
     sample_of_row: Sequence[int]
     """Number of the sample, by row position."""
+    rewards: Sequence[tuple[float, Sequence[float]]] = ()
+    """Weight of each reward function and its score of each sample, for estimators that read them."""
 
 
 @dataclass(frozen=True)

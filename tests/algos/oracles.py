@@ -225,6 +225,24 @@ def topr(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dua
     ]
 
 
+def dro(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    pairs = [(lp, clamp(lp - ol, -20, 20)) for lp, ol in zip(log_probs, old, strict=True)]
+    return [(0.025 * x * x - a * lp, 0.05 * x - a, False, False) for (lp, x), a in zip(pairs, advantages, strict=True)]
+
+
+def vespo(log_probs: Row, old: Row, advantages: Row, low: float, high: float, dual: float | None) -> list[Token]:
+    ratio = math.exp(clamp(math.fsum(lp - ol for lp, ol in zip(log_probs, old, strict=True)), -20, 20))
+    kernels = [(3.0, 2.0) if a < 0 else (2.0, 3.0) for a in advantages]
+    weights = [ratio**k * math.exp(rate - rate * ratio) for k, rate in kernels]
+    return [(-w * a * lp, -w * a, False, False) for w, a, lp in zip(weights, advantages, log_probs, strict=True)]
+
+
+def opsm(log_probs: Row, old: Row, advantages: Row, delta: float) -> list[bool]:
+    """Whether each token of a row is masked."""
+    fallen = mean([ol - lp for lp, ol in zip(log_probs, old, strict=True)]) > delta
+    return [fallen and a < 0 for a in advantages]
+
+
 def covariances(old: Row, advantages: Row) -> Row:
     centres = mean(old), mean(advantages)
     return [(o - centres[0]) * (a - centres[1]) for o, a in zip(old, advantages, strict=True)]
@@ -272,6 +290,8 @@ POLICY_LOSSES = {
     "dppo_tv": dppo_tv,
     "dppo_kl": dppo_kl,
     "topr": topr,
+    "dro": dro,
+    "vespo": vespo,
 }
 
 

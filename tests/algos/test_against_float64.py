@@ -63,7 +63,7 @@ def test_all_names_are_tested() -> None:
     assert set(POLICY_LOSSES) - {"vanilla", "geo_mean", *COVARIANCE_LOSSES} == set(oracles.POLICY_LOSSES)
     assert set(KL_ESTIMATORS) - {"kl", "mse", "low_var_kl"} == {"k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"}
     assert set(RATIO_LEVELS) == {"token", "sequence", "geometric"}
-    assert len(set(adv.ADVANTAGES)) == 11
+    assert len(set(adv.ADVANTAGES)) == 12
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -93,6 +93,27 @@ def test_policy_loss_its_gradient_and_its_reports(name: str) -> None:
         assert close(reports["pg_clipfrac"], oracles.mean([float(t[2]) for t in tokens_flat]))
         if name in ("ppo", "gmpo"):
             assert close(reports["pg_clipfrac_lower"], oracles.mean([float(t[3]) for t in tokens_flat]))
+
+
+@pytest.mark.parametrize("policy", ["ppo", "gspo", "cispo"])
+def test_rows_that_fell_are_masked_where_the_advantage_is_negative(policy: str) -> None:
+    num_masked = 0
+    for number, case in enumerate(all_cases()):
+        tokens, delta = case.policy_tokens, (0.01, 0.2)[number % 2]
+        norm = norm_of(case, MODES[number % len(MODES)])
+        objective = actor_objective(tokens, LossConfig(policy=policy, opsm_delta=delta), norm)
+        (gradient_T,) = torch.autograd.grad(objective.loss, tokens.log_probs_T)
+        columns = zip(case.written("log_probs"), case.written("old"), case.written("advantages"), strict=True)
+        masked = torch.zeros_like(case.mask_T)
+        flat = [is_masked for row in columns for is_masked in oracles.opsm(*row, delta)]
+        masked[case.mask_T] = torch.tensor(flat, dtype=torch.bool)
+        plain = POLICY_LOSSES.resolve(policy)(tokens, LossConfig(policy=policy)).loss_T
+        expected = norm.aggregate(plain * ~masked, case.rows, case.mask_T)
+        assert close(objective.loss, float(expected))
+        assert not gradient_T[masked].any()
+        assert close(objective.reports["opsm_masked"], float(masked.sum()) / max(norm.num_tokens, 1.0))
+        num_masked += int(masked.sum())
+    assert num_masked
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "kl", "mse", "low_var_kl"])
@@ -162,6 +183,26 @@ def test_gae() -> None:
         assert_tokens(case, whitened.returns_T, returns)
 
 
+@pytest.mark.parametrize(("lam_critic", "lam_length"), [(1.0, None), (0.3, 0.3), (None, 0.5), (None, 0.05)])
+def test_gae_with_a_lambda_for_the_critic_and_one_by_length(lam_critic: float | None, lam_length: float | None) -> None:
+    for case in all_cases():
+        inputs = AdvantageInputs(case.rows, case.mask_T, case.column("rewards"), case.column("values"))
+        settings = AlgorithmConfig(
+            advantage="gae", gamma=0.9, lam=0.7, whiten=False, lam_critic=lam_critic, lam_length=lam_length
+        )
+        found = estimate_advantages(inputs, settings)
+        expected: list[oracles.Row] = []
+        for rewards, values in zip(case.written("rewards"), case.written("values"), strict=True):
+            lam = 0.7 if lam_length is None else max(0.0, 1 - 1 / (lam_length * max(len(rewards), 1)))
+            expected += oracles.gae([rewards], [values], 0.9, lam)[0]
+        _, returns = oracles.gae(
+            case.written("rewards"), case.written("values"), 0.9, 0.7 if lam_critic is None else lam_critic
+        )
+        assert found.returns_T is not None
+        assert_tokens(case, found.advantages_T, expected)
+        assert_tokens(case, found.returns_T, returns)
+
+
 def test_reinforce_plus_plus() -> None:
     for number, case in enumerate(all_cases()):
         gamma = [1.0, 0.7][number % 2]
@@ -211,6 +252,20 @@ def test_group_advantages(name: str) -> None:
         assert_tokens(case, found.advantages_T, tokens, 1e-5)
         assert found.returns_T is None
         assert found.advantages_T.dtype == torch.float32
+
+
+def test_gdpo_normalizes_each_reward() -> None:
+    """Two rewards with other scales and weights; a third that no answer of any prompt differs in adds nothing."""
+    for number, case in enumerate(all_cases()):
+        chance = torch.Generator().manual_seed(number)
+        second = torch.randn(len(case.scores), generator=chance, dtype=torch.float64) * 1e-3
+        rewards = [(1.5, torch.tensor(case.scores).double()), (-0.5, second), (4.0, torch.full_like(second, 3.0))]
+        inputs = AdvantageInputs(case.rows, case.mask_T, batch=replace(case.outcomes, rewards=rewards))
+        found = estimate_advantages(inputs, AlgorithmConfig(advantage="gdpo"))
+        of_each = [(weight, expected_rows(case, "grpo", scores.tolist())) for weight, scores in rewards]
+        per_row = [math.fsum(weight * values[row] for weight, values in of_each) for row in range(len(case.scores))]
+        tokens = [[value] * sum(row) for value, row in zip(per_row, case.mask, strict=True)]
+        assert_tokens(case, found.advantages_T, oracles.whiten(tokens), 1e-5)
 
 
 def test_reinforce_plus_plus_baseline() -> None:

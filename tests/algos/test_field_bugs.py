@@ -407,10 +407,11 @@ def test_inputs_are_not_modified() -> None:
     case = make_case(11)
     case.scores = [abs(score) for score in case.scores]
     columns = {name: case.column(name) for name in case.columns}
-    outcomes, mask_T = case.outcomes, case.mask_T
+    outcomes, mask_T = replace(case.outcomes, rewards=[(2.0, column(*case.scores))]), case.mask_T
     baselines_B = column(*case.baselines)
     inputs = AdvantageInputs(case.rows, mask_T, columns["rewards"], columns["values"], baselines_B, outcomes)
     watched = [*columns.values(), outcomes.scores_B, outcomes.num_tokens_B, mask_T, baselines_B]
+    watched += [reward_B for _, reward_B in outcomes.rewards]
     before = [x.clone() for x in watched]
     for name in ADVANTAGES:
         estimate_advantages(inputs, AlgorithmConfig(advantage=name))

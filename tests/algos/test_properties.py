@@ -26,7 +26,21 @@ from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, Lo
 from tests.algos.cases import NUM_CASES, Case, make_case, on_ranks, take_rows
 
 MODES = sorted(AGGREGATIONS)
-LOSSES = ["ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov"]
+LOSSES = [
+    "ppo",
+    "gspo",
+    "cispo",
+    "gmpo",
+    "gpg",
+    "sapo",
+    "dppo_tv",
+    "dppo_kl",
+    "topr",
+    "clip_cov",
+    "kl_cov",
+    "dro",
+    "vespo",
+]
 GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk"]
 TOKEN_WISE = ["gae", "reinforce_plus_plus", "remax"]
 ALL = [*GROUP_WISE, *TOKEN_WISE, "reinforce_plus_plus_baseline"]

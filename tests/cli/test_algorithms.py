@@ -34,7 +34,7 @@ def test_options_are_the_keys_that_the_function_reads() -> None:
     assert options["policy loss", "clip_cov"] == {"clip_low", "clip_high", "cov_share", "cov_low", "cov_high"}
     assert options["policy loss", "kl_cov"] == {"cov_share", "cov_kl_coef"}
     assert options["policy loss", "gpg"] == set()
-    assert options["advantage", "gae"] == {"gamma", "lam", "whiten"}
+    assert options["advantage", "gae"] == {"gamma", "lam", "lam_critic", "lam_length", "whiten"}
 
 
 def test_one_algorithm_by_any_of_its_names(capsys: pytest.CaptureFixture[str]) -> None:

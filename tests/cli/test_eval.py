@@ -131,6 +131,7 @@ def test_the_logs_of_what_failed_stay(tmp_path: Path) -> None:
 
 def test_the_table_has_a_row_for_each_temperature_and_source() -> None:
     sampled = {"val/a/b/prompts": 2.0, "val/a/b/score/mean@8": 0.25, "val/prompts": 2.0, "val/score/mean@8": 0.25}
+    sampled |= {"val/score/mean@8/low": 0.125, "val/score/mean@8/high": 0.5}
     greedy = {"val/a/b/prompts": 2.0, "val/a/b/score/mean@1": 0.5, "val/prompts": 2.0, "val/score/mean@1": 0.5}
     results = [
         {"sampling": {"greedy": False, "temperature": 0.6}, "figures": sampled},
@@ -139,7 +140,7 @@ def test_the_table_has_a_row_for_each_temperature_and_source() -> None:
     assert list(verb._table(results)) == [
         ["temperature", "source", "prompts", "score/mean@8", "score/mean@1"],
         ["0.6", "a/b", "2", "0.25", "-"],
-        ["0.6", "all", "2", "0.25", "-"],
+        ["0.6", "all", "2", "0.25 (0.125 to 0.5)", "-"],
         ["greedy", "a/b", "2", "-", "0.5"],
         ["greedy", "all", "2", "-", "0.5"],
     ]

@@ -67,7 +67,7 @@ def test_the_watcher_writes_the_ending_of_a_run_that_was_killed(
     log = EventLog(tmp_path / "events.jsonl")
     log.write(RunStarted("run", "1"))
     log.close()
-    monkeypatch.setattr(module, "_attempt", lambda command: -signal.SIGKILL)
+    monkeypatch.setattr(module, "attempt", lambda command: -signal.SIGKILL)
     assert supervise(["train"], tmp_path, 0, 0.0) == 128 + signal.SIGKILL
     assert last_ending(tmp_path / "events.jsonl") == RunEnded("killed", "was ended by SIGKILL", 0)
 
@@ -91,7 +91,7 @@ def test_a_cluster_that_is_lost_is_waited_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     left = iter(codes)
-    monkeypatch.setattr(module, "_attempt", lambda command: next(left))
+    monkeypatch.setattr(module, "attempt", lambda command: next(left))
     monkeypatch.setattr(module, "_LOOKS_AGAIN_S", 0.01)
     began = time.monotonic()
     assert supervise(["train"], tmp_path / "run", 2, resources_s) == left_with
@@ -110,7 +110,7 @@ def test_a_run_whose_devices_do_not_come_back_goes_on_with_fewer(
         made.append(command[3:])
         return next(codes)
 
-    monkeypatch.setattr(module, "_attempt", attempt)
+    monkeypatch.setattr(module, "attempt", attempt)
     whole = ["train", "--quiet", "run.yaml", "run.name=a"]
     assert supervise(whole, tmp_path, 5, 0.0, ["cluster.nodes=1", "actor.parallel={pp: 1}"]) == 0
     fewer = [*whole, "cluster.nodes=1", "actor.parallel={pp: 1}", "--attempt"]

@@ -54,6 +54,8 @@ algorithm:
   advantage: grpo                                # command line
   gamma: 1.0                                     # default
   lam: 1.0                                       # default
+  lam_critic: null                               # default
+  lam_length: null                               # default
   whiten: true                                   # default
   kl:
     where: loss                                  # run.yaml:14
@@ -74,6 +76,12 @@ algorithm:
     cov_low: 1.0                                 # default
     cov_high: 5.0                                # default
     cov_kl_coef: 1.0                             # default
+    dro_beta: 0.05                               # default
+    vespo_k_pos: 2.0                             # default
+    vespo_lambda_pos: 3.0                        # default
+    vespo_k_neg: 3.0                             # default
+    vespo_lambda_neg: 2.0                        # default
+    opsm_delta: null                             # default
     dual_clip: 3.0                               # default
     entropy_coef: 0.0                            # default
     log_entropy: true                            # default

@@ -130,7 +130,7 @@ def test_answer_follows_the_switches(overrides: list[str], answers: dict[str, st
     }
 
 
-@pytest.mark.parametrize("estimator", ["gdpo", "optimal_token_baseline"])
+@pytest.mark.parametrize("estimator", ["optimal_token_baseline", "tir_optimal_token_baseline"])
 def test_unknown_estimator_of_verl_is_said_to_be_unknown(estimator: str, valid: str, write: Callable[..., str]) -> None:
     (problem,) = problems_of(write(valid), [f"algorithm.adv_estimator={estimator}"])
     assert problem.fix.startswith(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mrl.observe.report import COLORS, findings, render_comparison, render_report
+from mrl.observe.health import findings
+from mrl.observe.report import COLORS, render_comparison, render_report
 
 
 def line(step: int, **figures: float) -> dict[str, Any]:
@@ -87,6 +88,12 @@ def test_validation_is_drawn_where_it_was_measured() -> None:
     page = render_report("run", lines, {}, "")
     assert "<figcaption>val/score/mean@4: 0.5</figcaption>" in page
     assert "step 0 to 2" in page
+    assert "<line" not in page
+    lines[0] |= {"val/score/mean@4/low": 0.125, "val/score/mean@4/high": 0.375}
+    lines[2] |= {"val/score/mean@4/low": 0.25, "val/score/mean@4/high": 0.75}
+    page = render_report("run", lines, {}, "")
+    assert "<figcaption>val/score/mean@4: 0.5 (0.25 to 0.75)</figcaption>" in page
+    assert (page.count("val/score"), page.count("<line")) == (1, 2), "the bounds are no curves"
 
 
 def test_runs_lie_over_each_other() -> None:

@@ -30,6 +30,7 @@ class Row:
     written: Tensor  # which response tokens the model wrote
     baseline: float = math.nan
     columns: dict[str, Tensor] = field(default_factory=dict)  # one value per written token
+    rewards: Sequence[tuple[float, float]] = ()  # weight and score of each reward function
     selected: Tensor | None = None  # written tokens that clip_cov or kl_cov treats differently
 
     @property
@@ -146,33 +147,70 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
         pairs = zip(rows, rewards, strict=True)
         advantages = [[value - row.baseline for value in discounted(of_row, 1.0)] for row, of_row in pairs]
     else:
-        per_row = row_advantages(name, rows, scores)
+        per_row = _of_each_reward(rows) if name == "gdpo" else row_advantages(name, rows, scores)
         advantages = [[value] * row.num_written for row, value in zip(rows, per_row, strict=True)]
-        if name == "reinforce_plus_plus_baseline":
+        if name in ("reinforce_plus_plus_baseline", "gdpo"):
             advantages = whitened(rows, advantages)
     for row, of_row in zip(rows, advantages, strict=True):
         row.columns["advantages"] = torch.tensor(of_row, dtype=torch.float64)
     return float(sum(row_kls) / max(len(row_kls), 1)), [sum(of_row) for of_row in rewards]
 
 
+def _of_each_reward(rows: Sequence[Row]) -> list[float]:
+    """Return sum_k w_k A_k of each row, with GRPO's advantage A_k of the score by reward function k."""
+    rewards = zip(*(row.rewards for row in rows), strict=True)
+    total = [0.0] * len(rows)
+    for reward in rewards:
+        of_rows = row_advantages("grpo", rows, [score for _, score in reward])
+        total = [before + reward[0][0] * value for before, value in zip(total, of_rows, strict=True)]
+    return total
+
+
 def _generalized(rows: Sequence[Row], rewards: list[list[float]], algorithm: dict[str, Any]) -> list[list[float]]:
-    """GAE: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1), R_t = A_t + V_t."""
-    gamma, lam, advantages = algorithm["gamma"], algorithm["lam"], []
+    """GAE: delta_t = r_t + gamma V_(t+1) - V_t, A_t = delta_t + gamma lam A_(t+1), R_t = A_t + V_t.
+
+    The critic's R_t may have a lambda next to that of A_t, and that of A_t may depend on the row's length.
+    """
+    gamma, lam, advantages = algorithm["gamma"], algorithm["lam"], list[list[float]]()
+    lam_critic = lam if algorithm["lam_critic"] is None else algorithm["lam_critic"]
     for row, of_row in zip(rows, rewards, strict=True):
         values = [*row.columns["values"].tolist(), 0.0]
         deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(of_row)]
+        if algorithm["lam_length"] is not None:
+            lam = max(0.0, 1 - 1 / (algorithm["lam_length"] * max(len(deltas), 1)))
         advantages.append(discounted(deltas, gamma * lam))
-        row.columns["returns"] = torch.tensor(advantages[-1], dtype=torch.float64) + row.columns["values"]
+        for_critic = torch.tensor(discounted(deltas, gamma * lam_critic), dtype=torch.float64)
+        row.columns["returns"] = for_critic + row.columns["values"]
     return whitened(rows, advantages) if algorithm["whiten"] else advantages
 
 
 def policy_loss(
     loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: Tensor, row: Row
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each token of a row, and per token whether it is clipped and how far the policy moved."""
-    old, advantage = row.columns.get("old_log_probs", log_probs.detach()), row.columns["advantages"]
+    """Return the loss of each token of a row, and per token whether it is clipped and how far the policy moved.
+
+    With opsm_delta, a row whose mean log-ratio is below its negative has no loss at negative advantages.
+    """
+    of_token, reports = _policy_loss(loss, taught, log_probs, row)
+    if loss["opsm_delta"] is None or not len(log_probs):
+        return of_token, reports
+    is_far = bool(reports["ppo_kl"].mean() > loss["opsm_delta"])
+    masked = (_advantage(taught, log_probs, row) < 0) & is_far
+    return of_token * ~masked, reports | {"opsm_masked": masked.double()}
+
+
+def _advantage(taught: dict[str, Any] | None, log_probs: Tensor, row: Row) -> Tensor:
+    advantage: Tensor = row.columns["advantages"]
     if taught and taught["form"] == "advantage":
+        old = row.columns.get("old_log_probs", log_probs.detach())
         advantage = advantage - taught["coef"] * (old - row.columns["teacher_log_probs"])
+    return advantage
+
+
+def _policy_loss(
+    loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: Tensor, row: Row
+) -> tuple[Tensor, dict[str, Tensor]]:
+    old, advantage = row.columns.get("old_log_probs", log_probs.detach()), _advantage(taught, log_probs, row)
     low, high, name = loss["clip_low"], loss["clip_high"], loss["policy"]
     log_ratio = log_probs - old
     ratio, zeros, reports = log_ratio.exp(), torch.zeros_like(old), {"ppo_kl": -log_ratio.detach()}
@@ -211,6 +249,16 @@ def policy_loss(
         of_row, falls = log_ratio.detach().sum(), advantage < 0
         weight = torch.where(falls, of_row.exp().clamp(max=1), 1.0)
         return -weight * advantage * log_probs, reports | {"pg_clipfrac": (falls & (of_row > 1e-3)).double()}
+    if name == "dro":
+        penalty = loss["dro_beta"] / 2 * log_ratio**2
+        return penalty - advantage * log_probs, reports | {"pg_clipfrac": zeros}
+    if name == "vespo":
+        w, falls = log_ratio.detach().sum().exp(), advantage < 0
+        up, down = (
+            w ** loss[f"vespo_k_{sign}"] * (loss[f"vespo_lambda_{sign}"] * (1 - w)).exp() for sign in ("pos", "neg")
+        )
+        weight = torch.where(falls, down, up)
+        return -weight * advantage * log_probs, reports | {"pg_clipfrac": zeros}
     if name in ("clip_cov", "kl_cov"):
         assert row.selected is not None, "select_tokens runs first"
         plain, chosen = -advantage * ratio, {"cov_selected": row.selected.double(), "pg_clipfrac": zeros}

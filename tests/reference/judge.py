@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -112,11 +114,12 @@ class Judge:
         rows = [row for call in validation["calls"] for row in call["rows"]]
         expected = validation_figures(rows, settings["samples_per_prompt"], settings["solved_at"])
         figures = dict(validation["figures"])
-        teacher_kl = figures.pop("val/teacher_kl", None)
-        by_model = {name for name in figures if "/model/mean@" in name or "/solved/best@" in name}
+        teacher_kl, *_ = (figures.pop(f"val/teacher_kl{end}", None) for end in ("", "/low", "/high"))
+        by_model = {name for name in figures if re.search(r"/model/mean@\d+$|/solved/best@\d+$", name)}
         assert bool(by_model) == (self.config["reward_model"] is not None)
-        by_rule = {name: value for name, value in figures.items() if name not in by_model}
-        assert by_rule == pytest.approx(expected, abs=1e-12)
+        by_rule = {name: value for name, value in figures.items() if name.removesuffix("/low") not in by_model}
+        by_rule = {name: value for name, value in by_rule.items() if name.removesuffix("/high") not in by_model}
+        assert by_rule == pytest.approx(expected, abs=1e-7)
         assert (teacher_kl is None) == (self.config.get("teacher") is None)
         if teacher_kl is not None and validation["after"] == 0:  # the policy changes after step 0
             reference = Reference(dict(self.config))
@@ -144,8 +147,14 @@ class Judge:
         assert [line["step"] for line in recorded["metrics"]] == [*first, *range(1, steps + 1)]
         name = f"val/score/mean@{settings['samples_per_prompt']}"
         saved = recorded.get("saved", [])
-        scores = {step: by_step[step][name] for step in saved if step in by_step}
-        best = max(scores, key=lambda step: (scores[step], -step)) if scores else None
+        best, scores = None, {}
+        for validation in recorded["validations"]:
+            if (step := validation["after"]) in saved:
+                rows = [row for call in validation["calls"] for row in call["rows"]]
+                values = values_by_prompt(rows, settings["samples_per_prompt"], settings["solved_at"])[name]
+                scores[step] = list(values.values())
+                if best is None or _is_beyond_noise(np.array(scores[step]) - np.array(scores[best])):
+                    best = step
         expected = None if best is None else f"step-{best:06d}"
         assert recorded["best"] == expected, f"best is {recorded['best']}; scores: {scores}"
 
@@ -175,31 +184,70 @@ class Judge:
 
 
 def validation_figures(rows: Sequence[Mapping[str, Any]], k: int, solved_at: float) -> dict[str, float]:
-    """Return mean@k and, with several samples, pass@k and maj@k, for each source and in total."""
+    """Return the figures of `values_by_prompt`, their intervals, and the number of prompts."""
     metrics: dict[str, float] = {}
+    for name, by_prompt in values_by_prompt(rows, k, solved_at).items():
+        values = np.array(list(by_prompt.values()))
+        metrics[name], metrics[f"{name.split('/s')[0]}/prompts"] = float(values.mean()), len(values)
+        if len(values) > 1:
+            metrics[f"{name}/low"], metrics[f"{name}/high"] = _interval(values)
+    return metrics
+
+
+def _student(freedom: int) -> float:
+    """Return the quantile of Student's distribution at 97.5 %, by summing its density."""
+    x = np.linspace(0, 60, 3_000_001)
+    density = (1 + x**2 / freedom) ** (-(freedom + 1) / 2)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi * freedom)
+    sums = np.cumsum((density[1:] + density[:-1]) / 2) * (x[1] - x[0]) * scale
+    return float(np.interp(0.475, sums, x[1:]))
+
+
+def _interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Return Student's interval of scores, or Wilson's of shares.
+
+    Wilson's are the bounds p for which (mean - p)^2 = t^2 p (1 - p) / n, with n answers that explain the variance.
+    """
+    mean, variance, n = values.mean(), values.var(ddof=1), len(values)
+    if values.min() < 0 or values.max() > 1:
+        half = _student(len(values) - 1) * math.sqrt(variance / n)
+        return mean - half, mean + half
+    if variance > 1e-12:
+        n = mean * (1 - mean) / (variance / n)
+    t2 = _student(len(values) - 1) ** 2
+    low, high = sorted(np.roots([1 + t2 / n, -2 * mean - t2 / n, mean**2]).real)
+    return float(low), float(high)
+
+
+def _is_beyond_noise(differences: np.ndarray[Any, Any]) -> bool:
+    num = len(differences)
+    half = _student(num - 1) * differences.std(ddof=1) / math.sqrt(num)
+    return bool(differences.mean() > half and np.count_nonzero(differences) >= 6)
+
+
+def values_by_prompt(rows: Sequence[Mapping[str, Any]], k: int, solved_at: float) -> dict[str, dict[str, float]]:
+    """Return mean@k and, with several samples, pass@k and maj@k of each prompt, for each source and in total."""
+    found: dict[str, dict[str, float]] = defaultdict(dict)
     sources = {f"val/{row['data_source']}" for row in rows} | {"val"}
     for prefix in sources:
         of_prompt: dict[str, list[tuple[str, float]]] = defaultdict(list)
         for row in rows:
             if prefix in ("val", f"val/{row['data_source']}"):
                 of_prompt[row["uid"]].append((row["response_text"], row["scores"][0]))
-        scores = [[score for _, score in answers] for answers in of_prompt.values()]
-        metrics[f"{prefix}/prompts"] = len(scores)
-        metrics[f"{prefix}/score/mean@{k}"] = float(np.mean([sum(values) / len(values) for values in scores]))
-        solved = [[score >= solved_at for score in values] for values in scores]
-        metrics[f"{prefix}/solved/mean@{k}"] = float(np.mean([sum(values) / len(values) for values in solved]))
-        if k == 1:
-            continue
-        metrics[f"{prefix}/solved/pass@{k}"] = float(np.mean([any(values) for values in solved]))
-        votes = []
-        for answers in of_prompt.values():
+        for uid, answers in of_prompt.items():
+            solved = [score >= solved_at for _, score in answers]
+            found[f"{prefix}/score/mean@{k}"][uid] = sum(score for _, score in answers) / len(answers)
+            found[f"{prefix}/solved/mean@{k}"][uid] = sum(solved) / len(solved)
+            if k == 1:
+                continue
+            found[f"{prefix}/solved/pass@{k}"][uid] = any(solved)
             count = Counter(text for text, _ in answers if text)  # the text is the answer; an empty text is no answer
             winner = max(
                 count, default="", key=lambda text: (count[text], -[answer for answer, _ in answers].index(text))
             )
-            votes.append(bool(winner) and dict(reversed(answers))[winner] >= solved_at)
-        metrics[f"{prefix}/solved/maj@{k}"] = float(np.mean(votes))
-    return metrics
+            is_right = bool(winner) and dict(reversed(answers))[winner] >= solved_at
+            found[f"{prefix}/solved/maj@{k}"][uid] = is_right
+    return found
 
 
 def _problems(sources: Mapping[str, Any]) -> dict[int, tuple[int, int]]:

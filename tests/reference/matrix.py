@@ -36,7 +36,8 @@ COMMON: dict[str, tuple[Any, ...]] = {
     "in_loss": ("k3", "k1", "k2", "k1+", "k3+", "abs+"),
     "aggregation": ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     # Not kl_cov, for the same reason: its penalty is abs.
-    "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov"),
+    "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "dro", "vespo"),
+    "opsm": (None, 1e-4),
     "temperature": (0.7, 1.0),
     "updates": ("2 updates", "1 update", "3 updates", "2 updates 2 epochs"),
     "schedule": ("warmup linear", "constant", "cosine"),
@@ -131,6 +132,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
             "gamma": options["gamma"][0],
             "lam": options["gamma"][1],
             "whiten": options.get("whiten", True),
+            **({} if options.get("whiten", True) else {"lam_critic": 1.0, "lam_length": 0.3}),
             "kl": kl | ({"target": 0.002, "horizon_samples": 50} if adaptive else {}),
             "loss": {
                 "policy": options["policy"],
@@ -140,6 +142,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
                 "dual_clip": dual,
                 "cov_share": 0.2,
                 "cov_low": 0.01,
+                "opsm_delta": options["opsm"],
                 "entropy_coef": options["entropy"],
                 "value_clip": options.get("value_clip", 0.5),
             },

@@ -10,6 +10,7 @@ import dataclasses
 import io
 import json
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -396,6 +397,7 @@ class Validations:
     def __init__(self, journal: Journal, scores: Iterable[float]) -> None:
         self.journal, self.scores = journal, iter(scores)
         self.warnings: list[str] = []
+        self.by_prompt: dict[str, dict[str, float]] = defaultdict(dict)
 
     def run(self, step: int, models: ModelScores) -> dict[str, float]:
         self.journal.append("validation")

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from mrl.agents.loop import Dialog
+from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.config.schema import ModelConfig
 from mrl.protocol import DataProto
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.generation import Generator, ScoredBatch
+from mrl.trainer.step_metrics import batch_metrics, reward_vector, sample_columns
 from tests.trainer.fakes import END, Hybrid, Rewards, Tokenizer, make_config, prompts_of, score_of_row
 
 TEXTS = ["100", "101 50", "102 50 50 50", "103"]
@@ -65,6 +67,27 @@ def test_each_row_has_its_own_response_and_score(tmp_path: Path) -> None:
     assert list(batch["response_text"]) == TEXTS
     assert list(batch["uid"]) == ["p0", "p0", "p1", "p1"], "and what the prompts had"
     assert stage.progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_the_score_of_each_function_reaches_the_advantages_that_read_it(tmp_path: Path) -> None:
+    """A function that does not score a prompt's source has 0 for its samples; one without a weight is left out."""
+
+    def outcome(sample: Sample) -> Score:
+        parts = {"right": sample.row_id / 4, "right/detail": 9.0, "seen": 5.0}
+        return Score(0.5, parts | ({"short": -1.0} if sample.row_id < 2 else {}), 0.0)
+
+    functions = {"right": 2.0, "short": -0.5, "seen": 0.0}
+    reward = RewardConfig(
+        functions={label: RewardFunctionConfig(name="gsm8k", weight=weight) for label, weight in functions.items()}
+    )
+    batch = Stage(tmp_path, outcome, reward=reward, algorithm={"advantage": "gdpo"}).run().batch
+    vector = reward_vector(batch, reward)
+    assert vector == [(2.0, [0.0, 0.25, 0.5, 0.75]), (-0.5, [-1.0, -1.0, 0.0, 0.0])]
+    assert batch_metrics(batch, 8, 1.0)["reward/right/uniform_share"] == 0.0
+    assert batch_metrics(batch, 8, 1.0)["reward/short/uniform_share"] == 1.0
+    assert sample_columns(batch)["reward/short"] == [-1.0, -1.0, 0.0, 0.0]
+    other = Stage(tmp_path, outcome, reward=reward, algorithm={"advantage": "grpo"}).run().batch
+    assert reward_vector(other, reward) == []
 
 
 def test_a_reward_is_told_everything_of_its_sample(tmp_path: Path) -> None:

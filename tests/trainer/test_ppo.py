@@ -84,6 +84,7 @@ EVERYTHING = (
     "algorithm={kl: {target: 1e-6, horizon_samples: 100}, correction: {upper: 1.0}}",
     'data.validation.held={dataset: "toy:addition", options: {part: validation, largest: 29}}',
     "validation={every: 1, samples_per_prompt: 4, k: [1, 2, 4], solved_at: 0.3, keep_best: true}",
+    "validation.best_beyond_noise=false",
     "training={save_every: 0, keep: 9}",
     "data={sampler: difficulty, sampler_options: {between: [0.0, 1.0]}}",
     "data.train.sums.options.largest=13",  # 14 prompts, of which 24 are drawn

@@ -112,6 +112,28 @@ def test_each_new_best_by_the_chosen_figure_and_direction_is_kept(tmp_path: Path
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000004"
 
 
+def test_the_best_is_lower_for_more_prompts_than_chance_explains(tmp_path: Path) -> None:
+    """Four of eight prompts are lower in step 2, all in step 3."""
+    by_step = [[5.0] * 8, [5.0] * 8, [4.0] * 4 + [5.0] * 4, [4.0] * 7 + [3.0]]
+    validation = {"every": 1, "keep_best": True, "best_mode": "min"}
+    config = config_of(tmp_path, training={"steps": 3}, validation=validation)
+    with scene(config, tmp_path, validations=[sum(values) / 8 for values in by_step]) as found:
+        validator = found.components.validator
+        whole = validator.run
+
+        def run(step: int, models: Any) -> dict[str, float]:
+            validator.by_prompt[SCORE] = {f"p{number}": value for number, value in enumerate(by_step[step])}
+            return {f"{SCORE}/low": 3.0, f"{SCORE}/high": 5.5} | dict(whole(step, models))
+
+        validator.run = run
+        found.trainer.fit()
+    assert saved_steps(tmp_path) == [1, 3]
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step-000003"
+    assert found.screen.said[0] == f"validation after step 0: {SCORE} 5 (3 to 5.5)"
+    noise = "is better by 0.5, but only 4 of 8 prompts differ: best stays at step 1"
+    assert f"{SCORE} {noise}" in "".join(found.screen.said)
+
+
 def test_a_figure_that_is_missing_makes_no_best_and_is_said(tmp_path: Path) -> None:
     config = config_of(tmp_path, validation={"every": 5, "best_metric": "val/solved/maj@1"})
     with scene(config, tmp_path, validations=[0.1, 0.2]) as found:

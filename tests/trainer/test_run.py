@@ -21,6 +21,7 @@ from mrl.config.schema import Config
 from mrl.errors import CheckpointError, ConfigError, MrlError, SetupError, WorkerDied, WorkerRaised
 from mrl.events import Event, RunEnded, Warned, read_events
 from mrl.observe.metrics import read_metrics
+from mrl.trainer.checkpoint_score import CheckpointScore
 from mrl.trainer.components import Components
 from mrl.trainer.model_scores import ModelScores
 from mrl.trainer.run import Run, describe_changes, open_run, resume_config
@@ -95,7 +96,7 @@ def best_after(run: Run, scores: dict[int, float | None]) -> list[str]:
     """Which checkpoint is the best after each save of these scores; None is a save without validation."""
     found = []
     for step, score in scores.items():
-        run.save(team_of(), step, score)
+        run.save(team_of(), step, None if score is None else CheckpointScore(score, step))
         pointer = run.directory / "checkpoints" / "best"
         found.append(pointer.read_text() if pointer.exists() else "")
     return found
@@ -110,6 +111,40 @@ def test_the_best_checkpoint_is_the_best_of_all_also_after_a_resume(begin: Begin
     again = begin()
     assert again.resume(team_of()) == 7
     assert best_after(again, {8: -1.1, 9: None, 10: 0.0}) == [third, third, "step-000010"]
+
+
+def test_the_best_checkpoint_is_better_by_more_than_noise_between_prompts(begin: Begin) -> None:
+    """Ten prompts. Step 2 wins four and loses three; step 4 wins six and loses none, also after a resume."""
+
+    def score(step: int, *solved: int) -> CheckpointScore:
+        by_prompt = {f"prompt {number}": float(number in solved) for number in range(10)}
+        return CheckpointScore(len(solved) / 10, step, by_prompt)
+
+    run = begin()
+    run.best_by = "the max of val/score/mean@1"
+    run.resume(team_of())
+    scores = [score(1, 0, 1, 2), score(2, 3, 4, 5, 6), score(3, 0, 1, 2, 3, 4, 5, 6), score(4, *range(9))]
+    noise = []
+    for each in scores[:3]:
+        noise.append(each.noise(run.best))
+        run.save(team_of(), each.step, each)
+    assert (run.directory / "checkpoints" / "best").read_text() == "step-000001"
+    assert noise == [
+        "",
+        "better by 0.1, within noise (±0.626, 10 prompts): best stays at step 1; about 594 more "
+        "prompts would distinguish them",
+        "better by 0.4, but only 4 of 10 prompts differ: best stays at step 1; about 5 more "
+        "prompts would distinguish them",
+    ]
+    again = begin()
+    again.best_by = run.best_by
+    again.resume(team_of())
+    again.save(team_of(), 3, scores[1])
+    assert (run.directory / "checkpoints" / "best").read_text() == "step-000001", "the prompts are remembered"
+    again.save(team_of(), 4, scores[3])
+    assert (run.directory / "checkpoints" / "best").read_text() == "step-000004"
+    again.save(team_of(), 5, CheckpointScore(0.91, 5, {"another prompt": 0.91}))
+    assert (run.directory / "checkpoints" / "best").read_text() == "step-000005", "other prompts are not paired"
 
 
 def test_a_run_that_comes_back_puts_everything_where_it_was(begin: Begin, tracker: Tracker) -> None:
@@ -190,7 +225,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(begin: Begin) -> None:
     run.resume(team)
     run.publish_save()
     team.actor.is_written = [True, False, True, True]
-    run.save(team, 1, 1.0, wait=False)
+    run.save(team, 1, CheckpointScore(1.0), wait=False)
     team.prompts.num_drawn = 2
     run.publish_save()
     assert run.checkpoints.steps() == [], "one rank still writes"
@@ -214,16 +249,16 @@ def test_training_goes_on_while_a_checkpoint_is_written(begin: Begin) -> None:
 def test_a_checkpoint_that_cannot_be_written_is_told_of_and_made_up(begin: Begin) -> None:
     run, team = begin(training={"save_every": 10, "max_failed_saves": 2}), team_of()
     run.resume(team)
-    run.save(team, 10, 1.0, wait=False)
+    run.save(team, 10, CheckpointScore(1.0), wait=False)
     run.finish_save()
     team.actor.full_disk = True
-    run.save(team, 20, 5.0, wait=False)
+    run.save(team, 20, CheckpointScore(5.0), wait=False)
     run.publish_save()
     assert len(checkpoint_warnings(run)) == 1
     assert "no space left on device" in checkpoint_warnings(run)[0]
     assert run.save_is_due(21), "at the next step already"
     team.actor.full_disk = False
-    run.save(team, 21, 3.0, wait=False)
+    run.save(team, 21, CheckpointScore(3.0), wait=False)
     run.publish_save()
     assert not run.save_is_due(22)
     best = run.directory / "checkpoints" / "best"

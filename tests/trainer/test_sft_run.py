@@ -292,7 +292,8 @@ def test_validation_stands_where_it_was_measured(lab: Lab) -> None:
     of_rows = (3 * zero + 2 * one) / 5  # all are equally long, and none counts twice
     assert measured(lab) == pytest.approx({0: of_rows, 2: of_rows / 3, 4: of_rows / 5, 5: of_rows / 6})
     lines = {line["step"]: line for line in read_metrics(lab.directory / "metrics.jsonl")}
-    assert set(lines[0]) == {"step", "val/loss", "val/held/loss"}
+    names = ("val/loss", "val/held/loss")
+    assert set(lines[0]) == {"step", *names, *(f"{name}/{end}" for name in names for end in ("low", "high"))}
     assert [call[1] for call in group.journal if call[0] == "validate"] == [4, 2] * 4, "the last row once for each rank"
 
 

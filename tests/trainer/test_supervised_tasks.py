@@ -210,6 +210,17 @@ def test_by_which_half_is_longer() -> None:
     assert "val/accuracy/chosen_shorter" not in figures_of(("a", [(1.0, 9), (0.0, 2)]))
 
 
+def test_the_pairs_of_a_prompt_are_no_independent_answers() -> None:
+    """Two prompts of six pairs each are as uncertain as two prompts of one pair with the same accuracy."""
+    whole: Ranked = ("a", [(3.0, 9), (2.0, 5), (1.0, 1), (0.0, 1)])
+    lists, pairs = figures_of(whole, whole), figures_of(*[("a", [(1.0, 2), (0.0, 2)])] * 2)
+    assert lists["val/pairs"] == 6 * pairs["val/pairs"]
+    for bound in ("low", "high"):
+        assert lists[f"val/accuracy/{bound}"] == pytest.approx(pairs[f"val/accuracy/{bound}"])
+    assert lists["val/accuracy/low"] < 0.1
+    assert {f"val/{name}/low" for name in ("loss", "margin", "best_of_n")} < set(lists)
+
+
 def test_by_source_and_however_the_rows_are_cut() -> None:
     groups: list[Ranked] = [("a", [(1.0, 3), (0.0, 4)]), ("b", [(0.0, 3), (2.0, 5)]), ("a", [(0.0, 1), (1.0, 2)])]
     found = figures_of(*groups)

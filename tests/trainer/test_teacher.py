@@ -94,7 +94,8 @@ def test_the_kl_of_validation_is_a_mean_over_the_tokens_that_the_policy_wrote(wi
     columns = {"prompts": from_rows([[1], [2, 3]]), "responses": from_rows([[4, 5], [6]])}
     if with_mask:
         columns["response_mask"] = from_rows([torch.tensor([True, False]), torch.tensor([True])])
-    samples = [DataProto.from_dict(columns, row_ids=np.array([3, 5])) for _ in range(2)]
+    names = {"uid": np.array(["a", "b"], object), "data_source": np.array(["sums", "sums"], object)}
+    samples = [DataProto.from_dict(columns | names, row_ids=np.array([3, 5])) for _ in range(2)]
     asked = []
 
     def role(name: str, values: list[list[float]]) -> Any:
@@ -105,5 +106,8 @@ def test_the_kl_of_validation_is_a_mean_over_the_tokens_that_the_policy_wrote(wi
         return SimpleNamespace(score=score)
 
     actor, teacher = role("old_log_probs", [[-1.0, -7.0], [-2.0]]), role("teacher_log_probs", [[-2.0, -1.0], [-4.0]])
-    assert validated_kl(actor, teacher, samples, 1.0) == (1.5 if with_mask else -1.0)
+    values = validated_kl(actor, teacher, samples, 1.0)
+    assert np.mean(list(values.values())) == (1.5 if with_mask else -1.0)
+    assert list(values) == ["sums a", "sums b"]
+    assert values["sums b"] > values["sums a"], "the second prompt's tokens differ more"
     assert asked == ["compute_log_prob", "compute_teacher_log_prob"] * 2

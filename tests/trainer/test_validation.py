@@ -22,13 +22,15 @@ from mrl.data.rows import PromptRow
 from mrl.data.sampler import Draw
 from mrl.errors import DataError
 from mrl.events import EventLog
+from mrl.observe.confidence import with_intervals
+from mrl.observe.figures import is_bound
 from mrl.protocol import DataProto
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.trainer.generation import Generator
 from mrl.trainer.model_scores import ModelScores, ScoringModel
-from mrl.trainer.validation import Validator, check_best, pass_at, score_figures, vote_figures
+from mrl.trainer.validation import Validator, check_best, pass_at, score_values, vote_values
 from tests.trainer.fakes import END, Hybrid, Rewards, Tokenizer, make_config
 
 NO_MODELS = ModelScores([])
@@ -43,7 +45,12 @@ ANSWERS = {
 def figures(by_prompt: Any, **settings: Any) -> dict[str, float]:
     """Return all figures of these answers."""
     validation = ValidationConfig(**settings)
-    return score_figures("val", by_prompt, validation) | vote_figures("val", by_prompt, validation)
+    values = score_values(by_prompt, validation) | vote_values(by_prompt, validation)
+    return {"val/prompts": len(by_prompt)} | without_intervals(with_intervals("val", values))
+
+
+def without_intervals(found: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if not is_bound(name)}
 
 
 def test_several_k_come_of_the_same_samples() -> None:
@@ -174,7 +181,11 @@ def test_figures_are_of_each_source_and_of_all_together(tmp_path: Path) -> None:
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     names = ("prompts", "score/mean@2", "solved/mean@2", "solved/pass@2", "solved/maj@2")
-    assert set(found) == {f"{prefix}/{name}" for prefix in ("val", "val/even", "val/odd") for name in names}
+    known = {f"{prefix}/{name}" for prefix in ("val", "val/even", "val/odd") for name in names}
+    assert set(without_intervals(found)) == known
+    bounds = {f"{name}/{end}" for name in known if not name.endswith("/prompts") for end in ("low", "high")}
+    assert set(found) - known == bounds
+    assert all(found[f"{name}/low"] < found[name] < found[f"{name}/high"] for name in known if f"{name}/low" in found)
 
 
 def test_what_is_too_long_is_skipped_and_counted(tmp_path: Path) -> None:
@@ -188,7 +199,9 @@ def test_an_answer_in_one_sample_is_its_prompts(tmp_path: Path) -> None:
     found = Stage(tmp_path, half_right, Rows(3), num_samples=1).validator.run(0, NO_MODELS)
     prompts = {"val/even/prompts": 2.0, "val/odd/prompts": 1.0, "val/prompts": 3.0}
     prefixes, names = ("val/even", "val/odd", "val"), ("score/mean@1", "solved/mean@1")
-    assert found == prompts | {f"{prefix}/{name}": 1.0 for prefix in prefixes for name in names}, "and no maj@1"
+    expected = prompts | {f"{prefix}/{name}": 1.0 for prefix in prefixes for name in names}
+    assert without_intervals(found) == expected, "and no maj@1"
+    assert "val/odd/score/mean@1/low" not in found, "one prompt has no interval"
 
 
 def odd_alone_answers(sample: Sample) -> Outcome:
@@ -200,7 +213,10 @@ def test_where_no_function_gives_an_answer_nobody_votes_which_is_said_once(tmp_p
     stage = Stage(tmp_path, odd_alone_answers, Rows(4))
     for _ in range(2):
         found = stage.validator.run(0, NO_MODELS)
-        assert {name for name in found if "maj@" in name} == {"val/odd/solved/maj@2", "val/solved/maj@2"}
+        assert {name for name in without_intervals(found) if "maj@" in name} == {
+            "val/odd/solved/maj@2",
+            "val/solved/maj@2",
+        }
         assert found["val/solved/maj@2"] == 1.0
     assert stage.validator.warnings == ["no maj@k for even: none of its reward functions returns the judged answer"]
 
@@ -278,7 +294,7 @@ def test_without_a_rule_there_is_what_the_model_says_and_no_more(tmp_path: Path)
     nothing = RewardConfig()
     stage = Stage(tmp_path, even_right, Rows(3), num_samples=2, reward_model=scorer, reward=nothing)
     found = stage.validator.run(0, says(scorer, 1.0, 3.0))
-    assert found == {f"{prefix}/model/mean@2": 2.0 for prefix in ("val/even", "val/odd", "val")}
+    assert without_intervals(found) == {f"{prefix}/model/mean@2": 2.0 for prefix in ("val/even", "val/odd", "val")}
 
 
 def test_mean_and_spread_of_a_model_learn_nothing_from_validation(tmp_path: Path) -> None:

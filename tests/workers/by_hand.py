@@ -48,8 +48,23 @@ def plain_row(row: Row, **columns: Tensor) -> formulas.Row:
     given = {name: values[written] for name, values in columns.items()}
     rollout = own.get("rollout", torch.empty(0))
     return formulas.Row(
-        0, row.uid, "", row.prompt, row.response, rollout, row.score, written, row.baseline, own | given
+        0,
+        row.uid,
+        "",
+        row.prompt,
+        row.response,
+        rollout,
+        row.score,
+        written,
+        row.baseline,
+        own | given,
+        rewards_of(row),
     )
+
+
+def rewards_of(row: Row) -> list[tuple[float, float]]:
+    """Return weight and score of two reward functions; all answers to the prompt "a" have the same second score."""
+    return [(2.0, row.score), (-0.5, 0.25 if row.uid == "a" else float(len(row.response) % 3))]
 
 
 def advantages_of(

@@ -18,7 +18,7 @@ from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.advantages import shard_advantages
 from mrl.workers.critic import CriticWorker
 from mrl.workers.messages import WholeBatch
-from tests.workers.by_hand import Row, advantages_of
+from tests.workers.by_hand import Row, advantages_of, rewards_of
 from tests.workers.stubs import SETUP, UIDS, OfShards, Shards, batch_of, cut, make_place, make_rows
 
 ESTIMATORS = sorted(ADVANTAGES)
@@ -69,6 +69,9 @@ def advantages_by_worker(
 ) -> tuple[list[DataProto], dict[str, list[list[float]]], list[float]]:
     """Return the shards' results, their columns in the order of all rows, and each shard's mean KL."""
     shards, batches = Shards(num_shards), shards_of(rows, num_shards)
+    if config.advantage == "gdpo":
+        columns_of = zip(*map(rewards_of, rows), strict=True)
+        whole = replace(whole, rewards=[(reward[0][0], [score for _, score in reward]) for reward in columns_of])
 
     def work(shard: int) -> DataProto:
         arguments = (0.7, 50) if worker_class is ActorOfShards else (50,)

@@ -19,7 +19,14 @@ _FP16 = "it scales the loss for float16; mrl trains in bfloat16 or float32"
 ADDRESS = "memory that is moved off the device between phases returns at another address"
 _STATE = "gradients and optimizer state are float32: other types have not been tested with offload and checkpoints"
 _LATE = "parameters are gathered right after a step, because they are sent to the engines"
-_HOST_ADAM = "mrl already moves the whole optimizer state to the host between updates"
+_HOST_ADAM = (
+    "Megatron copies through CUDA streams, so no test without a GPU shows that updates are equal; between updates mrl "
+    "keeps the whole optimizer state on the host (sync.offload)"
+)
+_ADAM = (
+    "Megatron's other optimizers need whole matrices on every rank, but the distributed optimizer divides them among "
+    "data-parallel ranks, and its Muon needs the package emerging_optimizers"
+)
 _ONE_RATE = "a role has one learning rate, which is reported in its metrics"
 UNSEEN = "mrl does not read its output"
 CUT = "its value would depend on how the batch is split: it is not normalized over the whole batch"
@@ -45,7 +52,8 @@ class FieldRules:
         if name in self.taken:
             values = self.taken[name]
             wrong = values and any(item not in values for item in (value if isinstance(value, list) else [value]))
-            return f"it must be {' or '.join(map(str, values))}" if wrong and value is not None else ""
+            reason = f": {_ADAM}" if values == ("adam",) else ""
+            return f"it must be {' or '.join(map(str, values))}{reason}" if wrong and value is not None else ""
         return "" if value in (False, None, "", "none") else self.reason(name) or _UNKNOWN
 
 
@@ -98,7 +106,7 @@ OPTIMIZER = FieldRules(
         **dict.fromkeys(("*optimizer_*offload*", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_*"), _HOST_ADAM),
         **dict.fromkeys(
             ("sgd_*", "muon_*", "adaptive_muon_*", "lion_*", "soap_*", "use_layer_wise_distributed_optimizer"),
-            "Megatron's distributed optimizer takes Adam only",
+            _ADAM,
         ),
     },
 )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.algorithm import COVARIANCE_LOSSES
+from mrl.config.algorithm import ADVANTAGES, COVARIANCE_LOSSES, VECTOR_ADVANTAGES
 from mrl.config.arithmetic import updates_per_step
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.errors import Problem
 
-_DISTILLATION = "algorithm.distillation"
-_COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl")
+_ADVANTAGE, _DISTILLATION = "algorithm.advantage", "algorithm.distillation"
+_WITHOUT_VALUES = tuple(name for name in ADVANTAGES if name != "gae")
+_COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo")
 
 
 def check_algorithm(config: Config) -> Iterator[Problem]:
@@ -19,6 +20,10 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
     algorithm, kl, key = config.algorithm, config.algorithm.kl, "algorithm.advantage"
     if algorithm.advantage == "gae" and config.critic is None:
         yield problem(key, "gae needs a critic", f"add a critic section, or {key}=grpo")
+    for name in ("lam_critic", "lam_length"):
+        if getattr(algorithm, name) is not None and algorithm.advantage in _WITHOUT_VALUES:
+            what = f"{algorithm.advantage} does not read a critic's values"
+            yield problem(f"algorithm.{name}", what, f"algorithm.{name}=null, or {key}=gae")
     if kl.target is not None and kl.where not in ("reward", "both"):
         yield problem(
             "algorithm.kl.target", "adapts the KL in the reward, but the reward contains no KL", "kl.where=reward"
@@ -37,6 +42,7 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
         yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
     yield from _covariance(config)
     yield from _without_penalties(config)
+    yield from _several_rewards(config)
     yield from _distillation(config)
     if algorithm.router_replay != "none":
         yield from _router_replay(config)
@@ -51,6 +57,24 @@ def _covariance(config: Config) -> Iterator[Problem]:
     if loss.policy in COVARIANCE_LOSSES and distillation is not None and distillation.form == "advantage":
         what = f"{loss.policy} reads the covariance of advantages before the teacher's part is added to them"
         yield problem(f"{_DISTILLATION}.form", what, f"{_DISTILLATION}.form=top_k, or algorithm.loss.policy=ppo")
+
+
+def _several_rewards(config: Config) -> Iterator[Problem]:
+    """Yield the parts of a score that come from no reward function, for an estimator that normalizes each function."""
+    algorithm, name = config.algorithm, config.algorithm.advantage
+    if name not in VECTOR_ADVANTAGES:
+        return
+    what, fix = f"{name} normalizes the score of each reward function, and this is none", f"{_ADVANTAGE}=grpo"
+    if algorithm.kl.where in ("reward", "both"):
+        yield problem("algorithm.kl.where", what, f"algorithm.kl.where=loss, or {fix}")
+    if algorithm.overlong is not None:
+        yield problem("algorithm.overlong", what, f"algorithm.overlong=null, or {fix}")
+    for role in config.scoring_models():
+        yield problem(role, what, f"{role}=null, or {fix}")
+    if config.agent.environments:
+        yield problem("agent.environments", what, fix)
+    if not any(function.weight for function in config.reward.functions.values()):
+        yield problem("reward.functions", f"{name} needs at least one function with a weight", fix)
 
 
 def _without_penalties(config: Config) -> Iterator[Problem]:
