@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = Path(arguments.config) if (Path(arguments.config) / "config.yaml").is_file() else None
     done = [0, *steps_in(source / CHECKPOINTS)][-1] if source is not None else 0
     path = str(source / "config.yaml") if source is not None else arguments.config
-    config = load_config(path, arguments.overrides).config
+    config = load_config(path, [*arguments.overrides, "training.profile.steps=[1]"]).config
     runs, name = Path(config.run.dir), f"{config.run.name}-profile"
     names = (name + (f"-{number}" if number > 1 else "") for number in count(1))
     target = next(directory for one in names if not (directory := runs / one).exists())

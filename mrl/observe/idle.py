@@ -113,15 +113,14 @@ class StepTimes:
         if row.kind == RANK:
             causes += [Cause(SLOWER, self.busy_of(RANK, row.role))]
         causes += [Cause(MOVES, self._times([s for s in self.calls() if s.name.rpartition(".")[2] in _MOVES]))]
+        others = dict.fromkeys(other.role for other in self.rows if other.kind == RANK and other.role != row.role)
+        works = [Cause(f"{name} works", self.busy_of(RANK, name), self.pools.get(name, "") != pool) for name in others]
         environments = Cause(ENVIRONMENTS, self.busy_of(ENVIRONMENT))
         if row.kind == ENGINE:
-            causes += [environments, Cause(OTHERS, self.busy_of(ENGINE))]
-        else:
-            causes += [Cause(GENERATION, self.busy_of(ENGINE), counts=not engines_share), environments]
-        causes += [Cause(REWARDS, rewards)]
-        for role in dict.fromkeys(other.role for other in self.rows if other.kind == RANK and other.role != row.role):
-            shares = self.pools.get(role, "") == pool
-            causes += [Cause(f"{role} works", self.busy_of(RANK, role), counts=not shares)]
+            causes += [environments, Cause(OTHERS, self.busy_of(ENGINE)), Cause(REWARDS, rewards), *works]
+        else:  # engines may generate ahead while another role works
+            generation = Cause(GENERATION, self.busy_of(ENGINE), counts=not engines_share)
+            causes += [*works, generation, environments, Cause(REWARDS, rewards)]
         starts = self._times([s for s in self.driver.spans if s.name.startswith("start rollout-")])
         causes += [Cause(SAVES, self.driver.within(self.window, ["save"])), Cause(CALLS, self._times(self.calls()))]
         return [*causes, Cause(STARTS, starts), Cause(DRIVES, [self.window])]

@@ -124,7 +124,7 @@ def write_trace(path: Path, steps: Sequence[StepTimes], facts: Mapping[str, Any]
 def _slice(span: Span, last: int, zero: int) -> dict[str, Any]:
     end = last if span.end is None else span.end
     args = span.facts if span.end is not None else span.facts | {"ended": False}
-    moved = sum(size for fact, size in span.facts.items() if fact.startswith("bytes"))
+    moved = sum(size for fact, size in span.facts.items() if fact.startswith("bytes_"))
     name = f"{span.name} ({moved / 1e6:.3g} MB)" if moved else span.name
     begin, end = (span.begin - zero) // 1000, (end - zero) // 1000  # whole numbers keep spans inside others
     return {"ph": "X", "name": name, "cat": span.name, "ts": begin, "dur": max(0, end - begin), "args": args}
@@ -173,7 +173,7 @@ def _largest(step: StepTimes) -> list[tuple[float, str, str, str]]:
     """Return seconds, role, cause and key of the idleness of devices, the longest first."""
     roles: dict[str, list[Row]] = defaultdict(list)
     for row in step.rows:
-        if row.kind in (RANK, ENGINE):
+        if row.kind == ENGINE or row.role in step.pools:  # receivers of weights only serve engines
             roles["engines" if row.kind == ENGINE else row.role].append(row)
     found: dict[tuple[str, str], tuple[float, str, str, str]] = {}
     for role, rows in roles.items():

@@ -115,3 +115,12 @@ def test_sets_of_times() -> None:
     assert common([(0, 4), (6, 9)], [(1, 2), (3, 7)]) == [(1, 2), (3, 4), (6, 7)]
     assert minus([(0, 4), (6, 9)], [(1, 2), (3, 7)]) == [(0, 1), (2, 3), (7, 9)]
     assert minus([(3, 5)], [(0, 1), (6, 7)]) == [(3, 5)]
+
+
+def test_ranks_wait_for_the_role_that_works_while_engines_generate_ahead() -> None:
+    ahead = [row for row in rows() if row.role in ("driver", "actor")]
+    ahead.append(Row("critic rank 0", RANK, "critic", [], "MainThread"))
+    ahead.append(Row("rollout-0", ENGINE, "rollout-0", [span("generate", 0, 10, "engine_0")], "engine_0"))
+    (step,) = steps_of(ahead, {"actor": "trainers", "critic": "trainers", "rollout": "engines"})
+    assert idle(step, "critic rank 0") == {"actor works": 3.5, "engines generate": 6.5}
+    assert idle(step, "rollout-0") == {}
