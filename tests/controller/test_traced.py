@@ -6,6 +6,9 @@ import itertools
 import os
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from mrl.controller import RunContext
 from mrl.controller.traced import ClockOffset, clock_offset
@@ -32,13 +35,22 @@ def test_processes_of_one_kernel_share_its_clock() -> None:
 
 
 def test_a_group_is_traced_and_a_rank_without_answers_is_named(
-    doomed_workers: MakeGroup, run_context: RunContext, tmp_path: Path
+    doomed_workers: MakeGroup, run_context: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     traced, rank_workers = run_context.traced, doomed_workers()
     before = (tmp_path / "before", tmp_path / "second")
     for directory in before:
         directory.mkdir()
     traced.begin(before[0])
+    submit = rank_workers.submit
+
+    def submit_slowly(*args: Any) -> Any:
+        """The workers begin before the driver has submitted the whole call."""
+        future = submit(*args)
+        time.sleep(0.3)
+        return future
+
+    monkeypatch.setattr(rank_workers, "submit", submit_slowly)
     rank_workers.greet("you")
     driver, *ranks = [process for process in traced.end(os.getpid()) if process.role in ("driver", rank_workers.role)]
     assert [(process.name, process.problem) for process in ranks] == [

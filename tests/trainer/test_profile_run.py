@@ -116,7 +116,9 @@ def test_batches_ahead_are_traced(config: Path) -> None:
     for step in (2, 3):
         assert_adds_up(trace, step)
     generating = [e for process, thread, e in slices(trace) if "rollout" in process and e["name"] == "generate"]
-    training = [e for process, _, e in slices(trace) if process == "actor rank 0" and e["cat"] == "update_actor"]
+    training = [
+        e for process, _, e in slices(trace) if e["cat"].startswith(("compute_", "update_")) and "rank" in process
+    ]
     overlaps = [
         min(a["ts"] + a["dur"], b["ts"] + b["dur"]) - max(a["ts"], b["ts"]) for a in generating for b in training
     ]
