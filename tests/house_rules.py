@@ -19,7 +19,7 @@ from typing import Any
 LAYERS = (  # lowest first; units on one line never import each other
     {"answers", "children", "errors", "files", "dtypes", "harmless", "rounding"},
     {"registry", "redaction", "hub", "libraries"},
-    {"events"},
+    {"events", "spans"},
     {"config"},
     {"protocol"},
     {"controller"},
@@ -58,6 +58,7 @@ WITHOUT_TORCH = {
     "hub",
     "libraries",
     "events",
+    "spans",
     "config",
     "cli",
 }

@@ -59,6 +59,19 @@ class MetricRangeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Steps of which a trace over all processes is written, in `profile/`, with a summary of idle times."""
+
+    steps: list[Count] = field(default_factory=list)
+    """Steps to profile. Consecutive steps have one trace."""
+    torch_ranks: list[NotNegative] = field(default_factory=list)
+    """Ranks of each trained role in which torch's profiler also records every operation, into files next to the trace.
+    This makes their steps slower."""
+    memory: bool = False
+    """Also write the allocations of the GPUs of these ranks, for PyTorch's memory viewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length of the run, its checkpoints and its output."""
 
@@ -99,6 +112,7 @@ class TrainingConfig:
     record_when: dict[MetricName, MetricRangeConfig] = field(default_factory=dict)
     """Record a step if one of its metrics leaves its range: name of the metric -> range. A metric that is not finite is
     outside of any range. Digests of weights and optimizer state are then computed in every step."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     samples_from: Text | None = None
     """Directory of a run whose recorded samples are trained in place of new ones. No engine and no reward is started,
     and every step must be recorded. Null generates samples."""

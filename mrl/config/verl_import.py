@@ -1,22 +1,29 @@
-"""A configuration made from verl's keys, with a report on each key."""
+"""verl's rules that concern several keys: switches, token budgets, machines, rewards, the strategy, batch sizes."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
-from mrl.config.values import KeyPath, dotted
+from mrl.config.fsdp import OPTIMIZER_DEFAULTS
+from mrl.config.peer_import import (
+    EPOCHS,
+    PER_UPDATE,
+    PROMPTS,
+    SAMPLES,
+    UPDATES,
+    Batch,
+    Imported,
+    KeyReport,
+    Peer,
+    import_keys,
+)
+from mrl.config.values import KeyPath
 from mrl.config.verl_keys import name_for, reason_for
-from mrl.config.verl_values import find, same
+from mrl.config.verl_values import find
 
-_CONVERTED = re.compile(r"=(\[.*?\]|[^,]*)(?:,? (.*))?", re.DOTALL)
 _SAMPLES = ("actor_rollout_ref", "rollout", "n")
 """The key of samples per prompt, whose default in verl is 1."""
-_BY_HAND = "has no value that can be taken over: see docs/coming-from-verl.md"
 _SOURCES = {
     "gsm8k": ["openai/gsm8k"],
     "math": ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math*", "aime*"],
@@ -24,105 +31,53 @@ _SOURCES = {
 """Functions by which verl scores without a function of the user -> the data sources."""
 
 
-@dataclass(frozen=True)
-class KeyReport:
-    """A key of verl, and its counterpart."""
-
-    key: str
-    value: Any
-    name: str
-    """mrl's key with its value; empty if mrl has none."""
-    remark: str = ""
-
-
-@dataclass
-class Imported:
-    """The values of a configuration, and the keys of verl behind them."""
-
-    values: dict[str, Any] = field(default_factory=dict)
-    taken: list[KeyReport] = field(default_factory=list)
-    changed: list[KeyReport] = field(default_factory=list)
-    """Taken over with another meaning or unit."""
-    left_out: list[KeyReport] = field(default_factory=list)
-    unknown: list[KeyReport] = field(default_factory=list)
-
-    def set(self, name: str, value: Any, *, again: bool = False) -> Any:
-        """Set a key. Return the value that it already has, if that is another one; with `again`, replace it."""
-        *sections, last = name.split(".")
-        section = self.values
-        for part in sections:
-            section = section.setdefault(part, {})
-        if again:
-            section[last] = value
-        return section[last] if section.setdefault(last, value) != value else None
-
-
 def import_verl(leaves: Mapping[KeyPath, Any]) -> Imported:
     """Return the configuration for these keys of verl."""
-    values: dict[str, Any] = {}
-    leaves = {_SAMPLES: 1, **leaves}
-    for path, value in leaves.items():
-        _nest(values, path, value)
-    made = Imported()
-    for path, value in leaves.items():
-        _take(made, path, value, values)
+    return import_keys(VERL, leaves)
+
+
+def _finish(made: Imported, values: Mapping[str, Any], leaves: Mapping[KeyPath, Any]) -> None:
+    _choose_strategy(made, values, leaves)
     _add_budgets(made, values)
     _add_machines(made, values)
-    made.set("run.name", made.values.get("run", {}).get("name", "imported"))
     _add_rewards(made, leaves)
-    return made
 
 
-def _take(made: Imported, path: KeyPath, value: Any, values: Mapping[str, Any]) -> None:
-    key, off = dotted(path), _switched_off(path, values)
-    match = name_for(path)
-    if off or match is None:
-        reason = off or reason_for(path)
-        (made.left_out if reason else made.unknown).append(
-            KeyReport(key, value, "", reason or "no key of verl is known")
-        )
-        return
-    name, convert = match
-    if "$" in str(value).replace("${oc.env:", ""):
-        made.left_out.append(KeyReport(key, value, name, "the script computes its value: set it by hand"))
-        return
-    converted = _CONVERTED.fullmatch(text := convert(value, values))
-    if name.startswith("reference."):
-        made.left_out.append(KeyReport(key, value, "", "the reference has the actor's layout"))
-    elif name.startswith(("agent.", "reward.functions.")) or converted is None or not converted[1].strip():
-        made.left_out.append(KeyReport(key, value, name, text.lstrip(" ,=") or _BY_HAND))
-    else:
-        taken = value if convert is same else parsed(converted[1].strip())
-        _set(made, KeyReport(key, value, name, converted[2] or ""), taken)
+def _batch(values: Mapping[str, Any]) -> Batch:
+    prompts, n = (_whole(find(values, key)) or None for key in ("train_batch_size", "rollout.n"))
+    mini, epochs = _whole(find(values, "ppo_mini_batch_size")) or None, _whole(find(values, "actor.ppo_epochs")) or 1
+    updates = -(-prompts // mini) * epochs if prompts and mini else None
+    per_update = mini * n if mini and n else None
+    return {PROMPTS: prompts, SAMPLES: prompts * n if prompts and n else None, PER_UPDATE: per_update,
+            UPDATES: updates, EPOCHS: epochs}  # fmt: skip
 
 
-def _set(made: Imported, report: KeyReport, value: Any) -> None:
-    files = value if isinstance(value, list) and ".NAME." in report.name else [value]
-    for name in report.name.split(", "):
-        for number, one in enumerate(files):
-            entry = name.replace(".NAME.", ".main." if len(files) == 1 else f".part{number}.")
-            if (other := made.set(entry, one)) is not None:
-                made.left_out.append(
-                    KeyReport(report.key, report.value, name, f"another key has set {entry} to {other}")
-                )
-                return
-        if name.endswith("megatron.recompute_granularity") and value == "full":
-            made.set(name.replace("granularity", "method"), "uniform")
-            made.set(name.replace("granularity", "num_layers"), 1)
-    shown = ", ".join(f"{name.replace('NAME', 'main')}={value}" for name in report.name.split(", "))
-    (made.changed if report.remark else made.taken).append(KeyReport(report.key, report.value, shown, report.remark))
+def _choose_strategy(made: Imported, values: Mapping[str, Any], leaves: Mapping[KeyPath, Any]) -> None:
+    """Train by FSDP as verl does, unless the configuration has something that only Megatron does here.
 
-
-def as_yaml(made: Imported) -> str:
-    return yaml.safe_dump(made.values, sort_keys=False)
-
-
-def parsed(text: str) -> Any:
-    """Return the value that a text means in a configuration."""
-    try:
-        return float(text) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text) else yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    verl trains by FSDP unless a key says otherwise.
+    """
+    default = None if any("megatron" in path for path in leaves) else "fsdp"
+    for role, section in (("actor", "actor_rollout_ref.actor"), ("critic", "critic")):
+        key, settings = f"{section}.strategy", made.values.get(role, {})
+        strategy = find(values, key) or default
+        if strategy not in ("fsdp", "fsdp2") or not settings:
+            continue
+        made.left_out[:] = [report for report in made.left_out if report.key != key]
+        axes = {axis for axis, size in settings.get("parallel", {}).items() if axis != "cp" and size not in (1, False)}
+        known = {"lr", *OPTIMIZER_DEFAULTS}
+        others = [name for name in settings.get("megatron", {}) if not name.startswith("recompute")]
+        only = [*sorted(axes), *others, *settings.get("ddp", {}), *(settings.get("optimizer", {}).keys() - known)]
+        only += ["lora"] if "lora" in settings else []
+        only += ["router replay"] if find(values, "router_replay.mode") not in (None, "disabled") else []
+        if only:
+            remark = f"Megatron, because mrl's fsdp has no {', '.join(only)} (docs/fsdp.md)"
+            made.changed.append(KeyReport(key, strategy, f"{role}.strategy=megatron", remark))
+            continue
+        made.set(f"{role}.strategy", "fsdp")
+        if settings.pop("megatron", None):
+            made.set(f"{role}.fsdp.recompute", True)
+        made.taken.append(KeyReport(key, strategy, f"{role}.strategy=fsdp"))
 
 
 def _switched_off(path: KeyPath, values: Mapping[str, Any]) -> str:
@@ -178,15 +133,4 @@ def _add_rewards(made: Imported, leaves: Mapping[KeyPath, Any]) -> None:
         made.changed.append(KeyReport("default_compute_score", "", "reward.functions", remark))
 
 
-def _nest(values: dict[str, Any], path: KeyPath, value: Any) -> None:
-    for part in path[:-1]:
-        inner = values.setdefault(part, {})
-        values = inner if isinstance(inner, dict) else values.setdefault(f"{part}.", {})
-    values[path[-1]] = value
-
-
-def rows(reports: list[KeyReport]) -> Iterator[tuple[str, str]]:
-    """Yield what the report shows of each key."""
-    for report in reports:
-        old = f"{report.key}={report.value}" if report.value != "" else report.key
-        yield old, f"{report.name}{': ' if report.name and report.remark else ''}{report.remark}"
+VERL = Peer("verl", name_for, reason_for, _switched_off, _finish, _batch, {_SAMPLES: 1})

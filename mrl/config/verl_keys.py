@@ -229,7 +229,7 @@ REASONS: Mapping[str, str] = {
     "load_weight": "weights are always loaded",
     **dict.fromkeys(
         ("profile.*", "profiler.*", "global_profiler.*"),
-        "there is no profiler; timing_s/* of metrics.jsonl times each phase",
+        "`mrl profile` and training.profile trace whole steps over all processes: docs/profile.md",
     ),
     "use_distributed_optimizer": "the optimizer is always distributed",
     "use_dist_checkpointing": _CHECKPOINT,

@@ -19,7 +19,7 @@ import yaml
 from mrl.config.values import KeyPath, leaves_of
 from mrl.errors import ConfigError, Problem
 
-_ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(.*)")
+ASSIGNMENT = re.compile(r"\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(.*)")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w@-]*(?:\.[\w@-]+)+)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
@@ -44,33 +44,33 @@ def read_verl(text: str, name: str) -> dict[KeyPath, Any]:
             raise ConfigError([Problem(name, "", f"cannot be read as YAML: {error}")]) from error
         leaves = dict(leaves_of(values)) if isinstance(values, dict) else {}
     else:
-        leaves = dict(_overrides(text))
+        leaves = dict(overrides_of(text))
     if not leaves or () in leaves:
         fix = "give a script with key=value words, or a YAML file"
         raise ConfigError([Problem(name, "", "has no keys of verl", fix)])
-    return {path: _from_environment(_referenced(value, leaves)) for path, value in leaves.items()}
+    return {path: from_environment(_referenced(value, leaves)) for path, value in leaves.items()}
 
 
-def _overrides(text: str) -> Iterator[tuple[KeyPath, Any]]:
+def overrides_of(text: str) -> Iterator[tuple[KeyPath, Any]]:
     variables: dict[str, str] = {}
     for line in text.replace("\\\n", " ").splitlines():
-        expanded = _expanded(line, variables)
-        if (assigned := _ASSIGNMENT.fullmatch(expanded)) and not _OVERRIDE.search(expanded):
-            variables[assigned[1]] = "".join(_words(assigned[2])[:1])
+        text_of_line = expanded(line, variables)
+        if (assigned := ASSIGNMENT.fullmatch(text_of_line)) and not _OVERRIDE.search(text_of_line):
+            variables[assigned[1]] = "".join(words_of(assigned[2])[:1])
             continue
-        for word in _words(expanded):
+        for word in words_of(text_of_line):
             if override := _OVERRIDE.fullmatch(word):
-                yield tuple(override[1].split(".")), _value(override[2])
+                yield tuple(override[1].split(".")), value_of(override[2])
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
     except ValueError:  # a quote that does not end on this line
         return text.split()
 
 
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
+def expanded(text: str, variables: Mapping[str, str]) -> str:
     """Return the text with the values of known variables, and with whole-number arithmetic computed."""
 
     def value(match: re.Match[str]) -> str:
@@ -95,7 +95,7 @@ def _computed(node: ast.expr) -> int:
     raise ValueError("no whole-number arithmetic")
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """Return a value as Hydra reads it."""
     if _EXPONENT.fullmatch(text):
         return float(text)
@@ -106,10 +106,10 @@ def _value(text: str) -> Any:
     return text if isinstance(value, dict) and "$" in text else value
 
 
-def _from_environment(value: Any) -> Any:
+def from_environment(value: Any) -> Any:
     """Return a value with the variables that the script does not set as mrl's interpolations."""
     if isinstance(value, list):
-        return [_from_environment(item) for item in value]
+        return [from_environment(item) for item in value]
     if not isinstance(value, str) or "$(" in value or "." in "".join(_REFERENCE.findall(value)):
         return value
     return _VARIABLE.sub(lambda match: f"${{oc.env:{match[1] or match[3]}}}", value)

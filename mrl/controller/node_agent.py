@@ -15,6 +15,7 @@ from mrl.children import children_of
 from mrl.controller.diagnosis import NodeMemory, kernel_view, native_frames
 from mrl.controller.network import Endpoint, Network, failures, listen_everywhere, network
 from mrl.controller.worker_log import STACK_SIGNAL, stack_path, tail
+from mrl.spans import clock_of_host
 
 _STACK_WAIT_S = 1.0
 _END_WAIT_S = 0.5
@@ -80,7 +81,13 @@ class NodeLost(Exception):
     """Raised if the agent's node is no longer part of the cluster."""
 
 
-class NodeAgent:
+class HostClock:
+    def clock(self) -> tuple[str, int]:
+        """Return the name of the node's clock, and its nanoseconds."""
+        return clock_of_host()
+
+
+class NodeAgent(HostClock):
     """Inspects and ends processes. It does not know about roles or batches."""
 
     def __init__(self) -> None:

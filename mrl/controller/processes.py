@@ -71,21 +71,22 @@ class RankProcesses:
         self.lost_to: WorkerError | None = None
         """Failure for which the processes were ended."""
         self.log_directory = make_log_directory(run_directory, role)
-        self._members: list[RankProcess] = []
+        self.members: list[RankProcess] = []
+        """Processes in rank order."""
 
     def add(self, members: list[RankProcess]) -> None:
         """Set the processes, in rank order."""
-        self._members = members
+        self.members = members
 
     def node(self, rank: int) -> str:
-        return self._members[rank].node.name
+        return self.members[rank].node.name
 
     def name(self, rank: int) -> str:
         """Return a description of a rank for messages: role, rank, place in the layout, node, process."""
         at = self.mesh.coordinates(rank)
         axes = ((name, getattr(self.mesh, name)) for name in ("tp", "cp", "dp", "pp", "ep"))
         layout = " ".join(f"{name}{getattr(at, name)}" for name, size in axes if size > 1)
-        member = self._members[rank]
+        member = self.members[rank]
         place = f" ({layout})" if layout else ""
         return f"{self.role} rank {rank}{place} on node {member.node.name}, pid {member.process.pid},"
 
@@ -97,12 +98,12 @@ class RankProcesses:
         return views
 
     def stack(self, rank: int) -> str:
-        process, log = self._members[rank].process, str(self._log(rank))
+        process, log = self.members[rank].process, str(self._log(rank))
         return self._ask(rank, lambda agent: agent.stack.remote(process, log)) or "its node does not answer"
 
     def threads(self, rank: int) -> tuple[str, str]:
         """Return the native frames of a rank's process and the kernel's view of its threads; empty if unavailable."""
-        process = self._members[rank].process
+        process = self.members[rank].process
         return self._ask(rank, lambda agent: agent.threads.remote(process), NATIVE_S + _AGENT_S) or ("", "")
 
     def log_tail(self, rank: int, num_lines: int) -> tuple[Path, str]:
@@ -113,16 +114,16 @@ class RankProcesses:
 
     def cause_of_death(self, rank: int, detail: str) -> tuple[str, tuple[str, ...]]:
         """Return why a rank's process ended and the evidence. `detail` is what is known so far."""
-        return cause_on(self._members[rank].node, detail, self.log_tail(rank, CRASH_LINES)[1])
+        return cause_on(self.members[rank].node, detail, self.log_tail(rank, CRASH_LINES)[1])
 
     def kill_all(self, reason: str) -> list[int]:
         """End all processes that still run, and return their ranks. A group never outlives one of its ranks."""
         if self.ended:
             return []
         self.ended = reason
-        ranks = list(range(len(self._members)))
+        ranks = list(range(len(self.members)))
         running = [rank for rank, view in self.poll_states(ranks).items() if not view.is_gone]
-        for member in self._members:
+        for member in self.members:
             ray.kill(member.actor, no_restart=True)
         self._ask_nodes(ranks, lambda agent, processes: agent.kill_all.remote(processes))
         return running
@@ -133,7 +134,7 @@ class RankProcesses:
     def _by_node(self, ranks: Sequence[int]) -> list[list[int]]:
         groups: dict[str, list[int]] = defaultdict(list)
         for rank in ranks:
-            groups[self._members[rank].node.node_id].append(rank)
+            groups[self.members[rank].node.node_id].append(rank)
         return list(groups.values())
 
     def _ask_nodes(self, ranks: Sequence[int], question: Callable[..., Any]) -> list[tuple[list[int], Any]]:
@@ -141,12 +142,12 @@ class RankProcesses:
         by_node = self._by_node(ranks)
         questions = []
         for node_ranks in by_node:
-            processes = [self._members[rank].process for rank in node_ranks]
-            questions.append((self._members[node_ranks[0]].node, partial(question, processes=processes)))
+            processes = [self.members[rank].process for rank in node_ranks]
+            questions.append((self.members[node_ranks[0]].node, partial(question, processes=processes)))
         return list(zip(by_node, ask_all(questions), strict=True))
 
     def _ask(self, rank: int, question: Callable[..., Any], limit_s: float = _AGENT_S) -> Any:
-        return ask(self._members[rank].node, question, limit_s)
+        return ask(self.members[rank].node, question, limit_s)
 
 
 def ask(node: NodeView, question: Callable[[Any], Any], limit_s: float = _AGENT_S) -> Any:

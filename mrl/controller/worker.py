@@ -157,6 +157,9 @@ class RankInfo:
 class Worker:
     """Base class of all workers. Methods marked with `register` can be called through the group."""
 
+    working_thread = "MainThread"
+    """Thread whose spans count as work in a trace. The others only wait for it."""
+
     def __init__(self, place: RankInfo) -> None:
         self.place = place
 

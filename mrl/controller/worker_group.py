@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,12 +19,14 @@ from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
 from mrl.controller.processes import NodeView, RankProcess, RankProcesses, collect_handshakes
 from mrl.controller.resource_pool import Device, DeviceSlots, ResourcePoolManager
+from mrl.controller.traced import TracedProcesses
 from mrl.controller.transport import plan_shard, unpack_result
 from mrl.controller.worker import Dispatch, MethodSpec
 from mrl.controller.worker_host import ProcessInfo, WorkerHost, WorkerSpec
 from mrl.errors import BatchError, PlacementError, WorkerError, did_you_mean
 from mrl.events import EventLog, WorkersStarted
 from mrl.protocol import DataProto
+from mrl.spans import SPANS
 
 Result = TypeVar("Result")
 _MANY_RANKS = 16
@@ -39,6 +41,7 @@ class RunContext:
     events: EventLog
     deadlines: DeadlinesConfig
     resources: ResourcePoolManager
+    traced: TracedProcesses = field(default_factory=TracedProcesses)
 
 
 class RayClassWithInitArgs:
@@ -56,10 +59,15 @@ class DataProtoFuture(Generic[Result]):
     def __init__(self, call: Call, collect: Callable[[list[Any]], Result]) -> None:
         self._call = call
         self._collect = collect
+        self.span = 0
+        """Number of the call's span in a trace."""
 
     def get(self) -> Result:
         """Wait for the answer. Raises an error if the call failed."""
-        return self._collect(self._call.wait())
+        try:
+            return self._collect(self._call.wait())
+        finally:
+            SPANS.close(self.span)
 
 
 class GroupMethod:
@@ -74,7 +82,10 @@ class GroupMethod:
 
     def future(self, *args: Any, **kwargs: Any) -> DataProtoFuture[Any]:
         """Start the call and return at once."""
-        return self._group.submit(self.spec, args, kwargs)
+        span = SPANS.open(f"{self._group.role}.{self.spec.name}")
+        future = self._group.submit(self.spec, args, kwargs)
+        future.span = span
+        return future
 
 
 class RayWorkerGroup:
@@ -111,6 +122,7 @@ class RayWorkerGroup:
         )
         self._methods = self._start(worker, hellos)
         self._followers = self._follow()
+        context.traced.add(self._processes, list(self._followers))
         pids = [hello.process.pid for hello in hellos]
         context.events.write(WorkersStarted(role, mesh.world_size, pids, time.monotonic() - began))
 

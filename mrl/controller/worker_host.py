@@ -27,6 +27,7 @@ from mrl.errors import MrlError
 from mrl.protocol import DataProto
 from mrl.redaction import redact_text
 from mrl.registry import load_attribute
+from mrl.spans import SPANS
 
 ShardMessage: TypeAlias = list[Any]
 """A call on a shard: `[method, whether this rank answers, args, kwargs, the shard's plan]`.
@@ -113,9 +114,20 @@ class WorkerHost:
             raise _as_failure(error) from None
         return self._methods
 
+    def trace(self, path: str | None) -> tuple[str, int, str]:
+        """Record spans in this file, or stop. Return the thread that works, and, at the end, nanoseconds that recording
+        took, and why spans are missing.
+        """
+        thread = self._worker.working_thread if self._worker is not None else ""
+        if path is None:
+            return thread, SPANS.end(), SPANS.lost
+        SPANS.begin(Path(path))
+        return thread, 0, ""
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            return getattr(self._worker, method)(*args, **kwargs)
+            with SPANS(method):
+                return getattr(self._worker, method)(*args, **kwargs)
         except BaseException as error:
             raise _as_failure(error) from None
 
@@ -127,8 +139,12 @@ class WorkerHost:
         """
         try:
             method, answers, args, kwargs, plan = message
-            shard = assemble_shard(plan, objects)
-            result = getattr(self._worker, method)(shard, *args, **kwargs)
+            with SPANS(method) as facts:
+                with SPANS("read columns"):
+                    shard = assemble_shard(plan, objects)
+                facts["rows"] = len(shard)
+                facts["bytes"] = sum(len(body) for columns in objects for _, body in columns.values())
+                result = getattr(self._worker, method)(shard, *args, **kwargs)
             if not answers:
                 return None
             writes = self._methods[method].writes

@@ -40,6 +40,7 @@ from mrl.models.hf_reader import HfReader
 from mrl.models.peft_reader import PeftReader
 from mrl.models.spec import ModelSpec
 from mrl.models.table import SCORE, Head, Shard, hf_tensors
+from mrl.spans import SPANS
 
 Rows = npt.NDArray[np.int64]
 
@@ -224,10 +225,14 @@ class MegatronEngine:
         self.memory.check("parameters", "gradients", "optimizer")
         assert self.optimizer is not None, "only a trained engine has an optimizer"
         self.optimizer.zero_grad()
-        with nullcontext() if self.watch is None else self.watch():
+        with (
+            SPANS("forward_backward", micro_batches=len(micro_batches)),
+            nullcontext() if self.watch is None else self.watch(),
+        ):
             reports = self.forward_backward(rows, micro_batches, loss, scores)
         self.memory.need("optimizer")
-        outcome = self.optimizer.step()
+        with SPANS("optimizer"):
+            outcome = self.optimizer.step()
         if outcome.applied:
             self.memory.changed()
         return reports, outcome

@@ -27,6 +27,7 @@ from mrl.models.hf_reader import HfReader
 from mrl.models.regions import Shape
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard, hf_tensors
+from mrl.spans import SPANS
 from mrl.weight_sync.row_planner import untrained_tensors
 
 
@@ -138,9 +139,11 @@ class FsdpEngine:
         self.memory.check("parameters", "gradients", "optimizer")
         assert self.optimizer is not None, "only a trained engine has an optimizer"
         self.optimizer.zero_grad()
-        reports = self.forward_backward(rows, micro_batches, loss, scores)
+        with SPANS("forward_backward", micro_batches=len(micro_batches)):
+            reports = self.forward_backward(rows, micro_batches, loss, scores)
         self.memory.need("optimizer")
-        outcome = self.optimizer.step()
+        with SPANS("optimizer"):
+            outcome = self.optimizer.step()
         if outcome.applied:
             self.memory.changed()
         return reports, outcome

@@ -13,6 +13,7 @@ from typing import Any
 from mrl import files
 from mrl.errors import MrlError
 from mrl.events import EventLog, PhaseBegin, PhaseEnd
+from mrl.spans import SPANS
 
 
 class StepTimer:
@@ -41,7 +42,8 @@ class StepTimer:
         if self._on_phase is not None:
             self._on_phase(phase)
         began = time.perf_counter()
-        yield  # a failed phase has no end event, so the log shows where it failed
+        with SPANS(phase):
+            yield  # a failed phase has no end event, so the log shows where it failed
         seconds = time.perf_counter() - began
         self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
         self._events.write(PhaseEnd(phase, self.step, seconds))

@@ -29,6 +29,10 @@ class WorkerClock:
         self._used_s = _used_s(self._process)
 
     @property
+    def began_ns(self) -> int:
+        return int(self._begin * 1e9)
+
+    @property
     def seconds(self) -> float:
         return time.monotonic() - self._begin
 

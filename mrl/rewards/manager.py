@@ -14,6 +14,7 @@ from mrl.rewards.messages import config_to_json
 from mrl.rewards.outcome import FAILURE_KINDS, Failure, Outcome, read_again, read_reply, sum_of
 from mrl.rewards.pool import WorkerPool
 from mrl.rewards.sample import Sample
+from mrl.spans import SPANS
 
 _NUM_EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 200
@@ -110,9 +111,10 @@ class RewardManager:
         """Wait for all submitted samples. Stop the run if too many of them have failed."""
         assert not self._groups, f"incomplete groups: {list(self._groups)[:3]}"
         done: dict[int, Outcome] = {}
-        while self._awaited:
-            done |= self._take()
-            self.check_share(self._failed, self._num_submitted - self._batch_begin)
+        with SPANS("wait for rewards"):
+            while self._awaited:
+                done |= self._take()
+                self.check_share(self._failed, self._num_submitted - self._batch_begin)
         self._begin_batch()
         return done
 

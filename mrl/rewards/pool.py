@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from mrl.errors import RewardError, SetupError
 from mrl.rewards.messages import CONTROL, MAX_REPLY_BYTES, FrameReader, control, frame
+from mrl.spans import SPANS
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _SILENCE_S = 30.0  # the supervisor sends a sign of life every second
@@ -36,7 +37,7 @@ class WorkerPool:
             raise SetupError(f"{section} workers need Linux: other systems cannot end all processes of a function")
         self._section = section
         self._reader = FrameReader(max_reply_bytes)
-        self._is_ready = False
+        self._is_ready = self._is_traced = False
         self._is_closed = False
         self._supervisor = subprocess.Popen(
             [sys.executable, "-P", "-m", supervisor],
@@ -63,6 +64,9 @@ class WorkerPool:
     def submit(self, ticket: int, body: bytes) -> None:
         """Queue a sample. Its ticket, a number from 1, is returned with the answer."""
         self._check_open()
+        if SPANS.is_on != self._is_traced:
+            self._is_traced = SPANS.is_on
+            self._write(control(trace=self._is_traced))
         self._write(frame(ticket, body))
 
     def receive(self, *, waits: bool = True) -> list[tuple[int, bytes]]:
@@ -99,6 +103,8 @@ class WorkerPool:
         if "problems" in message:
             raise RewardError("\n".join(message["problems"]))
         self._is_ready = self._is_ready or "ready" in message
+        for pid, begin_ns, end_ns in message.get("worked", ()):
+            SPANS.add(f"{self._section} worker {pid}", "sample" if end_ns else "", begin_ns, end_ns)
         return True
 
     def _read(self) -> bytes:

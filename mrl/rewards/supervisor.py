@@ -152,7 +152,7 @@ class Supervisor:
         self._lost: dict[int, str] = {}
         """Tickets that were to continue in a worker that has ended, with the reason: the answer to their next frame."""
         self._outgoing = bytearray()
-        self._is_closing = False
+        self._is_closing = self._is_traced = False
         self._has_orphans = False
         self._failed_starts = 0
         self._last_beat = self._next_hand_out = time.monotonic()
@@ -196,8 +196,15 @@ class Supervisor:
         data = os.read(_STDIN, 1 << 20)
         samples = list(self._reader.feed(data))
         # The run announces its close, because a process that it forked may keep the pipe open.
-        self._is_closing = not data or any(ticket == CONTROL for ticket, _ in samples)
+        controls = [json.loads(body) for ticket, body in samples if ticket == CONTROL]
+        self._is_closing = not data or any("close" in message for message in controls)
+        for message in controls:
+            self._is_traced = message.get("trace", self._is_traced)
+            if self._is_traced:
+                self._outgoing += control(worked=[[worker.pid, 0, 0] for worker in self._workers])
         for ticket, body in samples:
+            if ticket == CONTROL:
+                continue
             if not body.startswith(GOES_ON):
                 self._queue.append((ticket, body))
             elif holder := next((worker for worker in self._workers if ticket in worker.open), None):
@@ -249,6 +256,7 @@ class Supervisor:
         if ticket != CONTROL:
             if ticket not in worker.clocks:
                 raise FrameError("an answer without a request")
+            self._note_work(worker, [ticket])
             self._outgoing += frame(ticket, body)
             del worker.clocks[ticket]
             worker.clock = WorkerClock(worker.pid)
@@ -264,6 +272,12 @@ class Supervisor:
                 self._outgoing += control(ready=True)
             worker.started = True
             worker.num_wanted += 1
+
+    def _note_work(self, worker: WorkerHandle, tickets: list[int]) -> None:
+        """Report to the run when a worker had samples, while a trace is recorded. The frame precedes the answers."""
+        if self._is_traced and tickets:
+            now = time.monotonic_ns()
+            self._outgoing += control(worked=[[worker.pid, worker.clocks[of].began_ns, now] for of in tickets])
 
     def _abort(self, problems: bytes) -> None:
         """Report to the run why no worker can start, and stop starting workers."""
@@ -284,6 +298,7 @@ class Supervisor:
         """
         culprits = worker.culprits
         self._stop_worker(worker)
+        self._note_work(worker, list(worker.clocks))
         for ticket, clock in worker.clocks.items():
             failed = failure_reply(kind, detail, clock.seconds)
             self._outgoing += frame(ticket, to_json(failed if ticket in culprits else {"again": detail}))

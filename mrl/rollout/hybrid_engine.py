@@ -43,6 +43,7 @@ from mrl.rollout.fleet import FollowUps, RolloutFleet
 from mrl.rollout.quantization import shares_scales
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.schedule import REPLICA
+from mrl.spans import SPANS
 from mrl.weight_sync.ipc import socket_path
 from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import WeightSyncSpec
@@ -272,7 +273,8 @@ class HybridEngine:
         # Starting takes longer for larger models: memory for weights, compilation, graph capture.
         start_s = deadlines.engine_start_s or deadlines.start_s + num_parameters / 5e8
         context = replace(self._context, deadlines=replace(deadlines, start_s=start_s))
-        return RayWorkerGroup(settings.replica, worker, Mesh(len(devices), tp=len(devices)), context, slot)
+        with SPANS(f"start {settings.replica}"):
+            return RayWorkerGroup(settings.replica, worker, Mesh(len(devices), tp=len(devices)), context, slot)
 
     def _settings(self, index: int) -> EngineSettings:
         rollout, path, replay = self._config.rollout, self._config.model.path, self._config.asynchrony.replay

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -31,11 +32,33 @@ from mrl.rollout.engine import (
 from mrl.rollout.requests import Generated, GenerationRequest, Routes, Sampling
 from mrl.rollout.schedule import CallKind, Schedule, ScheduledCall, schedule_path
 from mrl.rollout.stored_routes import routes_of, take_out
+from mrl.spans import SPANS
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 from mrl.weight_sync.row_planner import planner_of
 
 T = TypeVar("T")
 _LOOK_S = 0.002
+
+
+class _Generation:
+    """A span over consecutive steps of an engine."""
+
+    def __init__(self) -> None:
+        self._span = self._steps = self._samples = self._tokens = 0
+
+    def begins(self) -> None:
+        if not self._span:
+            self._span = SPANS.open("generate")
+            self._steps = self._samples = self._tokens = 0
+
+    def did(self, finished: Sequence[Generated]) -> None:
+        self._steps += 1
+        self._samples += len(finished)
+        self._tokens += sum(len(sample.token_ids) for sample in finished)
+
+    def ends(self) -> None:
+        SPANS.close(self._span, steps=self._steps, samples=self._samples, tokens=self._tokens)
+        self._span = 0
 
 
 class EngineThread:
@@ -52,6 +75,7 @@ class EngineThread:
         self._stepping: Future[None] = Future()
         self._stepping.set_result(None)
         self._stepped_at = time.monotonic()
+        self._generating = _Generation()
 
     def act(self, kind: CallKind, of: Sequence[str], action: Callable[[RolloutEngine], None]) -> None:
         """Do something that changes later results: now or, in a replay, before the same step as in the recorded run."""
@@ -62,11 +86,11 @@ class EngineThread:
             self._schedule.note(ScheduledCall(self._num_steps, kind, tuple(of)))
             action(engine)
 
-        self.call(noted)
+        self.call(noted, kind)
 
-    def call(self, action: Callable[[RolloutEngine], T]) -> T:
-        """Call a function after the step under way."""
-        result = self._thread.submit(action, self._engine).result()
+    def call(self, action: Callable[[RolloutEngine], T], name: str = "") -> T:
+        """Call a function after the step under way. With a name, it is a span of a trace."""
+        result = self._thread.submit(self._act, name, action).result()
         if self._stepping.done() and self._goes_on():
             self._raise_failure()
             self._stepped_at = time.monotonic()
@@ -94,13 +118,22 @@ class EngineThread:
 
     def _step(self) -> None:
         if not self._goes_on():  # the engine has fallen asleep, or must wait for another call
+            self._generating.ends()
             return
+        self._generating.begins()
         if samples := self._engine.step():
             self._finished.put(samples)
+        self._generating.did(samples)
         self._num_steps += 1
         self._stepped_at = time.monotonic()
         if self._goes_on():
             self._stepping = self._thread.submit(self._step)
+        else:
+            self._generating.ends()
+
+    def _act(self, name: str, action: Callable[[RolloutEngine], T]) -> T:
+        with SPANS(name) if name else nullcontext():
+            return action(self._engine)
 
     def _goes_on(self) -> bool:
         """Return whether there is a step to do. In a replay, calls scheduled before the step come first."""
@@ -114,6 +147,8 @@ class EngineThread:
 
 class RolloutReplica(Worker):
     """Takes requests at any time and returns samples as they finish. The engine never waits for the driver."""
+
+    working_thread = "engine_0"
 
     def __init__(self, place: RankInfo, engine: str, settings: EngineSettings, step_deadline_s: float) -> None:
         super().__init__(place)
@@ -212,7 +247,7 @@ class RolloutReplica(Worker):
     @register(Dispatch.RANK_ZERO)
     def wake(self, part: Part) -> list[FreeMemory]:
         """Allocate the memory of one part again. Return the devices if one of them has too little."""
-        return self._thread.call(lambda engine: engine.wake(part))
+        return self._thread.call(lambda engine: engine.wake(part), f"wake {part}")
 
 
 class WeightReceiver(Worker):

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from mrl.config.resolved.load import in_directories
 from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
+from mrl.controller.traced import TracedProcesses
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
@@ -92,6 +93,7 @@ class Components:
     reference: ReferenceClient | None = None
     """None if the actor holds the reference, or if there is no KL penalty."""
     teacher: TeacherClient | None = None
+    traced: TracedProcesses = field(default_factory=TracedProcesses)
 
     @property
     def roles(self) -> dict[str, RoleClient]:
@@ -165,6 +167,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             validator=validator,
             kl=kl_controller(config),
             turns=turns,
+            traced=context.traced,
             reference=roles.get("reference"),
             teacher=roles.get("teacher"),
         )

@@ -30,6 +30,7 @@ from mrl.trainer.checkpoint_score import CheckpointScore
 from mrl.trainer.checkpoints import read_checkpoint
 from mrl.trainer.components import Components, build_components
 from mrl.trainer.engine_probe import Answers
+from mrl.trainer.profiler import Profiler
 from mrl.trainer.recorded_samples import build_without_engines
 from mrl.trainer.recorder import StepRecorder
 from mrl.trainer.role_client import Metrics, mean_of
@@ -79,6 +80,7 @@ class RayPPOTrainer:
             self.actor, self.critic, self.hybrid = self.components.actor, self.components.critic, self.components.hybrid
             if reason := self.hybrid.fleet.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
+            self.profiler = Profiler(self.run, self.components.traced, list(self.components.roles.values()))
             self.num_steps_done = self.run.resume(self.components)
             drawn, version = drawn_from_bytes(self.run.drawn_ahead)
             self.hybrid.version = version or self.hybrid.version
@@ -101,23 +103,28 @@ class RayPPOTrainer:
             run.record(0, validated)
             self.compare_runs(0, validated)
             self.score_of(0, validated)
-        while self.num_steps_done < self.config.training.steps:
-            report = self.step()
-            is_last = report.step == self.config.training.steps
-            is_due = bool(validation.every) and (is_last or report.step % validation.every == 0)
-            figures = self.validate() if is_due else {}  # only for this step's metrics and checkpoint
-            validated = figures or validated
-            run.publish_save()
-            stop = run.should_stop()
-            self.record(report.step, report.batch, report.metrics | figures)
-            score = self.score_of(report.step, figures)
-            is_kept = validation.keep_best and run.is_best(score)
-            if is_last or stop or is_kept or run.save_is_due(report.step):
-                drawn = drawn_to_bytes(self.components.stream.drawn_ahead(), self.hybrid.version)
-                run.save(self.components, report.step, score, wait=is_last or stop, drawn_ahead=drawn)
-            if stop:
-                break
+        while self.num_steps_done < self.config.training.steps and not run.stopped_by:
+            with self.profiler.step(self.num_steps_done + 1):
+                validated = self.full_step() or validated
+        self.profiler.finish()
         return validated
+
+    def full_step(self) -> dict[str, float]:
+        """Do one step with its validation, record and checkpoint, if these are due. Return the metrics of the
+        validation."""
+        run, validation, report = self.run, self.config.validation, self.step()
+        is_last = report.step == self.config.training.steps
+        is_due = bool(validation.every) and (is_last or report.step % validation.every == 0)
+        figures = self.validate() if is_due else {}  # only for this step's metrics and checkpoint
+        run.publish_save()
+        stop = run.should_stop()
+        self.record(report.step, report.batch, report.metrics | figures)
+        score = self.score_of(report.step, figures)
+        is_kept = validation.keep_best and run.is_best(score)
+        if is_last or stop or is_kept or run.save_is_due(report.step):
+            drawn = drawn_to_bytes(self.components.stream.drawn_ahead(), self.hybrid.version)
+            run.save(self.components, report.step, score, wait=is_last or stop, drawn_ahead=drawn)
+        return figures
 
     def step(self) -> StepReport:
         """Do one step. Each line is a phase, and each phase is timed."""

@@ -132,6 +132,7 @@ def build_without_engines(config: Config, directory: Path, events: EventLog, clo
             validator=cast(Any, None),
             kl=kl_controller(config),
             turns=turns,
+            traced=context.traced,
             reference=roles.get("reference"),
             teacher=roles.get("teacher"),
         )

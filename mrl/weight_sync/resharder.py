@@ -20,6 +20,7 @@ from mrl.dtypes import ITEM_BYTES, torch_dtype
 from mrl.errors import EngineError, RolloutError
 from mrl.models.regions import slices
 from mrl.models.rollout_table import Fused
+from mrl.spans import SPANS
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import (
     Held,
@@ -101,6 +102,8 @@ class ReshardReport:
     """Digest of the adapters that this rank wrote for the engines."""
     adapter_bytes: int = 0
     """Size of their file."""
+    delivered_bytes: int = 0
+    """Size of the tensors that the worker took."""
 
 
 class Resharder:
@@ -134,6 +137,13 @@ class Resharder:
         Raise an error if a worker's weights differ from the weights sent. If a worker has died, report it instead: it
         will be replaced, and the trainer ranks can continue.
         """
+        with SPANS("transfer", version=version) as facts:
+            report = self._send(version, workers)
+            facts |= {"bytes_to_engine": report.delivered_bytes}
+            facts |= {"bytes_sent": report.bytes_sent, "bytes_received": report.bytes_received}
+        return report
+
+    def _send(self, version: int, workers: Collection[int] | None) -> ReshardReport:
         began = time.perf_counter()
         plan = self.plan
         receiving_ranks = {host for host, worker in plan.worker_of.items() if workers is None or worker in workers}
@@ -159,6 +169,7 @@ class Resharder:
             extra_bytes=exchange.extra_bytes + (NUM_SLOTS * self._slot_bytes if delivery else 0),
             seconds=time.perf_counter() - began,
             failure=delivery.failure if delivery else "",
+            delivered_bytes=delivery.num_bytes if delivery else 0,
         )
 
     def _delivery(self, version: int) -> EngineTransfer:
@@ -175,7 +186,7 @@ class EngineTransfer:
         self._sender, self._version, self._dtype = sender, version, dtype
         self._digests = Digests()
         self._open: tuple[SharedBuffer, list[TensorView], list[Tensor]] | None = None
-        self.failure = ""
+        self.failure, self.num_bytes = "", 0
         self._try(lambda: sender.begin(version))
 
     def open(self, bucket: PlannedBucket) -> list[Tensor] | None:
@@ -201,6 +212,7 @@ class EngineTransfer:
         slot, layout, views = self._open
         for tensor, view in zip(layout, views, strict=True):
             self._digests.add(tensor.name, view)
+            self.num_bytes += view.nbytes
         self._try(lambda: self._sender.send(slot, layout))
 
     def end(self) -> None:

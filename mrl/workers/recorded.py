@@ -6,15 +6,16 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mrl.controller import Dispatch, Worker, register
+from mrl.controller import Dispatch, register
 from mrl.protocol.step_record import RankRecord, host_name
+from mrl.workers.profiled import ProfiledWorker
 
 if TYPE_CHECKING:
     from mrl.engine.engine import MegatronEngine
     from mrl.engine.tensor_prints import UpdateWatch
 
 
-class RecordedWorker(Worker):
+class RecordedWorker(ProfiledWorker):
     engine: MegatronEngine
     _watch: UpdateWatch | None = None
 

@@ -72,7 +72,8 @@ def test_a_script_becomes_a_configuration() -> None:
         "parallel": {"tp": 2},
         "max_tokens_per_device": 4 * (2048 + 3072),
     }
-    assert values["cluster"] == {"nodes": 2, "device": "gpu", "devices_per_node": 8}
+    cluster = {"nodes": 2, "device": "gpu", "devices_per_node": 8, "ray_address": "auto"}
+    assert values["cluster"] == cluster, "several nodes have a Ray to join"
     assert values["placement"] == {"pools": {"all": 16}, "roles": {"actor": "all"}}
     assert "critic" not in values
     assert "reward_model" not in values
@@ -141,6 +142,7 @@ def test_the_command_writes_what_loads_or_says_what_is_missing(
     output.unlink()
     assert main(["import", "verl", str(script), "-o", str(output), "training.steps=9", "run.name=seven"]) == 0
     text = capsys.readouterr().out
-    assert "512 prompts x 8 samples = 4096 samples, and 4 updates of 1024 samples." in text
+    batch = [line.split()[-2:] for line in text.splitlines() if " per step " in line or "per optimizer step " in line]
+    assert batch == [[number, number] for number in ("512", "4096", "1024", "4", "1")], "verl's and mrl's"
     config = load_config(str(output), []).config
     assert (config.run.name, config.training.steps, config.actor.parallel.tp) == ("seven", 9, 2)

@@ -16,6 +16,7 @@ from mrl.config.reward import RewardFunctionConfig
 from mrl.errors import RewardError
 from mrl.events import Retried, SampleSkipped
 from mrl.rewards.outcome import Failure, Score, read_reply
+from mrl.spans import SPANS, read_spans
 from tests.rewards.conftest import Bench, make_sample
 
 
@@ -179,3 +180,18 @@ def test_an_answer_that_was_forged_is_a_crash(forged: bytes) -> None:
     assert isinstance(outcome, Failure)
     assert outcome.kind == "crashed"
     assert outcome.detail.startswith("the reply of its worker cannot be read: ")
+
+
+def test_workers_report_their_samples_while_a_trace_is_recorded(bench: Bench, tmp_path: Path) -> None:
+    manager = bench.manager()
+    manager.score([make_sample()])
+    SPANS.begin(tmp_path / "spans")
+    manager.score([make_sample("sleep", 1, s=0.1), make_sample("os._exit 3", 2)])
+    SPANS.end()
+    manager.score([make_sample()])
+    workers = {name: spans for name, spans in read_spans(tmp_path / "spans").items() if name}
+    assert len(workers) >= 2, "also a worker without samples"
+    assert all(name.startswith("reward worker ") for name in workers)
+    lengths = sorted((span.end or 0) - span.begin for spans in workers.values() for span in spans)
+    assert len(lengths) == 2
+    assert 0.1e9 <= lengths[1] < 5e9

@@ -26,10 +26,22 @@ def check_training(config: AnyConfig) -> Iterator[Problem]:
 
 
 def _records(config: Config) -> Iterator[Problem]:
-    training = config.training
-    if late := [step for step in training.record.steps if step > training.steps]:
-        what = f"step {late[0]} is after the last step, training.steps={training.steps}"
-        yield problem("training.record.steps", what, f"training.steps={late[0]}, or another step")
+    training, profile = config.training, config.training.profile
+    for key, steps in (("record", training.record.steps), ("profile", profile.steps)):
+        if late := [step for step in steps if step > training.steps]:
+            what = f"step {late[0]} is after the last step, training.steps={training.steps}"
+            yield problem(f"training.{key}.steps", what, f"training.steps={late[0]}, or another step")
+    placement = config.placement
+    sizes = {role: placement.pools.get(placement.roles.get(role, ""), 0) for role in config.trained_roles()}
+    if absent := [rank for rank in profile.torch_ranks if rank >= max(sizes.values())]:
+        listed = ", ".join(f"{role} {size}" for role, size in sizes.items())
+        yield problem("training.profile.torch_ranks", f"no role has a rank {absent[0]} ({listed} ranks)", "[0]")
+    if profile.torch_ranks and not profile.steps:
+        what = "no step is profiled, so these ranks record nothing"
+        yield problem("training.profile.torch_ranks", what, "set training.profile.steps")
+    if profile.memory and (config.cluster.device != "gpu" or not profile.torch_ranks):
+        what = "it records the GPUs of training.profile.torch_ranks, which has no GPU"
+        yield problem("training.profile.memory", what, "training.profile.memory=false")
     for name, usual in training.record_when.items():
         key = f"training.record_when.{name}"
         if usual.min is None and usual.max is None and usual.jump is None:
