@@ -25,11 +25,12 @@ from mrl.config.schema import ParallelConfig
 from mrl.dtypes import dtype_name, torch_dtype
 from mrl.errors import RolloutError
 from mrl.models.families import read_spec
+from mrl.models.fp8_scales import FP8, SCALE
 from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import RankPlace
 from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
-from mrl.models.table import float32_tensors, shards_of
+from mrl.models.table import float32_tensors, hf_tensors, shards_of
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import JoinedTransport, P2PTransport, WorldTransport
 from mrl.weight_sync.ipc import IpcReceiver
@@ -92,7 +93,7 @@ def measure_one(case: ReshardCase) -> RankOutcome:
     )
     with holding(case, mesh) as held:
         planner = ReshardPlanner(spec, case.parallel, mesh, rollout)
-        resharder = Resharder(planner, transport_of(case), held, route)
+        resharder = Resharder(planner, transport_of(case), held, route, column_groups(mesh))
         return carry_out(case, resharder, held)
 
 
@@ -111,7 +112,7 @@ def carry_out(case: ReshardCase, resharder: Resharder, held: dict[tuple[int, str
     gather_seconds: dict[bool, list[float]] = {True: [], False: []}
     for version in range(1, num_versions + 1):
         for tensor in held.values():
-            tensor.neg_()  # as different as possible, and easy to predict
+            tensor.mul_(-2)  # as different as possible, and easy to predict
         with together(seconds):
             try:
                 report = resharder.send(version)
@@ -123,7 +124,7 @@ def carry_out(case: ReshardCase, resharder: Resharder, held: dict[tuple[int, str
                     gather_all.run(held, proven)
     wrong: list[str] = []
     if stand_in is not None and worker is not None:
-        expected = fused_of(case, worker % case.sizes.tp, (-1.0) ** num_versions)
+        expected = fused_of(case, worker % case.sizes.tp, (-2.0) ** num_versions)
         wrong = differing(stand_in.finished(), expected)
         wrong += differing(gather_all.finished(), expected) if gather_all is not None else []
     num_bytes = gather_all.bytes_received if gather_all is not None else 0
@@ -139,6 +140,18 @@ def together(seconds: list[float]) -> Iterator[None]:
     yield
     dist.barrier()
     seconds.append(time.perf_counter() - began)
+
+
+def column_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
+    """Return this rank's groups of tp and of etp, which split the columns of some weights."""
+    found = {}
+    for kind, size in (("tp", mesh.tp), ("etp", mesh.etp)):
+        for first in range(0, mesh.world_size, size):
+            ranks = [*range(first, first + size)]
+            group = dist.new_group(ranks)
+            if dist.get_rank() in ranks:
+                found[kind] = group
+    return [*found.values()]
 
 
 def mesh_of(parallel: ParallelConfig, num_ranks: int) -> Mesh:
@@ -201,7 +214,35 @@ def fused_of(case: ReshardCase, tp_rank: int, factor: float) -> dict[str, Tensor
             matrix[slices(piece.target)] = reader.read(piece.hf, piece.source).to(held_as) * factor
         return tensor.to(torch_dtype(made.dtype) if made.dtype else case.dtype)
 
-    return {made.name: fused(made) for made in rollout_tensors(spec, case.sizes, tp_rank)}
+    def quantized(made: Fused) -> tuple[Tensor, Tensor]:
+        """Return a matrix in FP8 and its scales, computed piece by piece from whole rows of the file."""
+        shapes = hf_tensors(spec, "lm")
+        values, scales = torch.empty(made.place), torch.empty(made.place)
+        for piece in made.pieces:
+            columns = (0, shapes[piece.hf][1])
+            whole_RC = reader.read(piece.hf, (piece.source[0], columns)).to(case.train_dtype) * factor
+            whole_RC = whole_RC.to(case.dtype)
+            if case.sizes.fp8 == "channel":
+                scale_RC = (whole_RC.abs().amax(1, keepdim=True).float() / 448).expand(whole_RC.shape)
+                scaled_RC = (whole_RC.float() / scale_RC).clamp(-448, 448)
+            else:
+                by_block = whole_RC.float().view(len(whole_RC) // 128, 128, -1, 128)
+                scale = by_block.abs().amax((1, 3), keepdim=True).clamp(1e-4) / 448
+                scale_RC = scale.expand(by_block.shape).reshape(whole_RC.shape)
+                scaled_RC = whole_RC.float() * (1.0 / scale_RC)
+            mine = slice(*piece.source[1])
+            values[slices(piece.target)], scales[slices(piece.target)] = scaled_RC[:, mine], scale_RC[:, mine]
+        step = (1, made.shape[-1]) if case.sizes.fp8 == "channel" else (128, 128)
+        shape = (*made.shape[:-2], made.shape[-2] // step[0], made.shape[-1] // step[1])
+        return values.to(torch.float8_e4m3fn).view(made.shape), scales[:: step[0], :: step[1]].reshape(shape)
+
+    expected = {}
+    for made in rollout_tensors(spec, case.sizes, tp_rank):
+        if made.dtype == FP8:
+            expected[made.name], expected[made.name + SCALE] = quantized(made)
+        elif made.name not in expected:
+            expected[made.name] = fused(made)
+    return expected
 
 
 class StandIn(threading.Thread):
@@ -280,6 +321,9 @@ def differing(held: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]
 
     def same(name: str) -> bool:
         both = name in held and name in expected
-        return both and held[name].dtype == expected[name].dtype and torch.equal(held[name], expected[name])
+        if not both or held[name].dtype != expected[name].dtype:
+            return False
+        is_fp8 = held[name].dtype == torch.float8_e4m3fn
+        return torch.equal(*(each[name].view(torch.uint8) if is_fp8 else each[name] for each in (held, expected)))
 
     return [name for name in expected | held if not same(name)]

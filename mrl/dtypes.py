@@ -11,6 +11,7 @@ ITEM_BYTES = {
     "bool": 1,
     "uint8": 1,
     "int8": 1,
+    "float8_e4m3fn": 1,
     "int16": 2,
     "int32": 4,
     "int64": 8,

@@ -11,6 +11,7 @@ from mrl.cli import rehearse
 from mrl.cli.arguments import add_config, aligned, load_one
 from mrl.config.arithmetic import (
     engine_nodes,
+    gets_adapters_only,
     has_own_rollout_pool,
     longest_sample_tokens,
     num_engines,
@@ -27,6 +28,7 @@ from mrl.plan.asynchrony import faster_split, plan_asynchrony
 from mrl.plan.machine_memory import advise_machine, machine_plan_input, plan_machine
 from mrl.plan.memory import MemoryPlan, gib, plan_memory, reference_host_bytes, update_phase
 from mrl.plan.plan_input import PlanInput, make_plan_input, not_modeled
+from mrl.plan.reshard_traffic import busiest_traffic, handed_over, sent_sizes
 from mrl.plan.search import Changes, advise, found_lines, search
 from mrl.plan.timing import Lengths, assumed_lengths, node_link_bytes_per_s, plan_time
 from mrl.preflight.findings import SFT_ADVICE
@@ -191,9 +193,27 @@ def _time(subject: PlanInput, lengths: Lengths, *, verbose: bool) -> Iterator[st
         rows.append((phase.name, f"{phase.seconds:.1f}", ", ".join(parts) if verbose else ""))
     rows.append(("total", f"{plan.seconds:.1f}", f"{plan.tokens_per_device_and_s:,.0f} tokens/s per device"))
     yield from aligned(rows)
+    yield from _weight_update(subject)
     if verbose:
         assumed = (f"{name} {value:g}" for name, value in dataclasses.asdict(ASSUMPTIONS).items())
         yield f"Assumed (mrl/plan/assumptions.py): {', '.join(assumed)}"
+
+
+def _weight_update(subject: PlanInput) -> Iterator[str]:
+    """Yield the bytes of a weight update, unless engines get adapters only."""
+    config, spec = subject.config, subject.specs["actor"]
+    if gets_adapters_only(config):
+        return
+    sizes = sent_sizes(config, spec)
+    num_bytes, _ = handed_over(spec, sizes, config.rollout.vllm.get("dtype", config.actor.dtype))
+    line = f"Weight update: {num_bytes / 1e9:,.1f} GB for each device of an engine"
+    line += ", quantized by the trainer" if sizes.fp8 else ""
+    if not has_own_rollout_pool(config):
+        traffic = busiest_traffic(config, spec)
+        line += f";\n  the busiest receives {traffic.network / 1e9:,.1f} GB of it from other machines"
+    yield f"{line}."
+    if sizes.unaligned:
+        yield f"Not sent in FP8, because slices are not whole blocks of 128: {', '.join(sorted(sizes.unaligned))}."
 
 
 def _asynchrony(subject: PlanInput, lengths: Lengths) -> Iterator[str]:

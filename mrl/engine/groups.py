@@ -20,6 +20,7 @@ class ParallelGroups:
     mesh: Mesh
     device: torch.device
     tp: torch.distributed.ProcessGroup
+    etp: torch.distributed.ProcessGroup
     cp: torch.distributed.ProcessGroup
     pp: torch.distributed.ProcessGroup
     dp: torch.distributed.ProcessGroup

@@ -50,6 +50,7 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGrou
             mesh=mesh,
             device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
             tp=parallel_state.get_tensor_model_parallel_group(),
+            etp=parallel_state.get_expert_tensor_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),
             pp=parallel_state.get_pipeline_model_parallel_group(),
             dp=parallel_state.get_data_parallel_group(),

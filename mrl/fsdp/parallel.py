@@ -55,6 +55,7 @@ def shard_groups(parallel: ParallelConfig, shard_size: int | None, seed: int) ->
             mesh=mesh,
             device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
             tp=rows.get_group("one"),
+            etp=rows.get_group("one"),
             cp=rows.get_group("cp"),
             pp=rows.get_group("one"),
             dp=rows.get_group("dp"),

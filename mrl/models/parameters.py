@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 from mrl.models.regions import Region, Shape
 from mrl.rounding import round_up
 
-OwnDtype: TypeAlias = Literal["float32"] | None
+OwnDtype: TypeAlias = Literal["float32", "float8_e4m3fn"] | None
 """Dtype of a tensor that is the same in models of any dtype; None: the dtype of the model."""
 
 

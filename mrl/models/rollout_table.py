@@ -19,6 +19,7 @@ from mrl.errors import ModelError
 from mrl.models import gdn, gpt_oss, gqa, mla
 from mrl.models.decoder import attention_prefix
 from mrl.models.families import FAMILIES
+from mrl.models.fp8_scales import FP8, SCALE, Fp8Form, scale_pieces, scale_shape
 from mrl.models.layout import check_layout
 from mrl.models.open_model import OpenSpec
 from mrl.models.parameters import OwnDtype, Parameter, Piece, RowRange, columns_of, padded_vocab, whole_tensor
@@ -37,6 +38,10 @@ class EngineSizes:
     ep: int = 1
     whole: bool = False
     """Every rank takes whole Hugging Face tensors instead, for modules that only vLLM's own loaders can fill."""
+    fp8: Fp8Form | None = None
+    """Form of the scales, if linear layers and experts arrive in FP8."""
+    unaligned: frozenset[str] = frozenset()
+    """Modules of layers that get the engine's dtype nevertheless, because their slices are not made of whole blocks."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig, spec: ModelSpec, *, whole: bool = False) -> EngineSizes:
@@ -108,14 +113,14 @@ def engine_bytes(spec: ModelSpec, tp: int, dtype: str, linear_bytes: int | None 
     for count, tensors in parts:
         num_bytes = [
             math.prod(tensor.shape)
-            * (linear_bytes if linear_bytes and _is_linear(tensor) else ITEM_BYTES[tensor.dtype or dtype])
+            * (linear_bytes if linear_bytes and is_linear(tensor) else ITEM_BYTES[tensor.dtype or dtype])
             for tensor in tensors
         ]
         sums, largest = sums + count * sum(num_bytes), max(largest, *num_bytes)
     return sums, largest
 
 
-def _is_linear(tensor: Fused) -> bool:
+def is_linear(tensor: Fused) -> bool:
     """Return whether a tensor is the matrix of a linear layer or of experts, and no gate."""
     name = tensor.name.removesuffix(".weight")
     return ".layers." in name and len(tensor.shape) > 1 and not name.endswith(("gate", "router", "conv1d"))
@@ -164,6 +169,22 @@ def head_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fus
 
 
 def layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
+    """Yield the tensors of a layer, each in FP8 followed by its scales."""
+    for fused in _layer_tensors(spec, sizes, rank, layer):
+        if sizes.fp8 is None or not is_linear(fused) or module_in_layer(fused.name) in sizes.unaligned:
+            yield fused
+            continue
+        yield replace(fused, dtype=FP8)
+        pieces = scale_pieces(fused.pieces, sizes.fp8)
+        yield Fused(fused.name + SCALE, scale_shape(fused.shape, sizes.fp8), pieces, (), "float32")
+
+
+def module_in_layer(name: str) -> str:
+    """Return the name, in its layer, of the module of a tensor: `mlp.down_proj`."""
+    return name.partition(".layers.")[2].partition(".")[2].rpartition(".")[0]
+
+
+def _layer_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int, layer: int) -> Iterator[Fused]:
     if sizes.whole or isinstance(spec, OpenSpec):
         yield from _unfused(spec, FAMILIES[spec.family].tensors(spec, layer))
         return

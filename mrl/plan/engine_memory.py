@@ -8,9 +8,10 @@ from mrl.config.arithmetic import longest_sample_tokens, num_engines
 from mrl.config.hardware import Hardware
 from mrl.config.schema import Config
 from mrl.errors import PlacementError, counted
-from mrl.models.rollout_table import EngineSizes, engine_bytes
+from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS, RESERVE
+from mrl.plan.reshard_traffic import handed_over, sent_sizes
 from mrl.rollout.capacity import engine_capacity, planned_demand
 from mrl.rollout.quantization import is_online_fp8
 
@@ -68,7 +69,7 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     demand = planned_demand(config, spec, hardware.memory_bytes)
     capacity, reserve = engine_capacity(demand), ASSUMPTIONS.engine_reserve_bytes
     sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
-    _, largest = engine_bytes(spec, rollout.tp, demand.dtype)
+    _, largest = handed_over(spec, sent_sizes(config, spec), demand.dtype)
     quantized = is_online_fp8(options)
     held = f"the parameters of a worker at tp {rollout.tp} in {'FP8' if quantized else demand.dtype}"
     work = demand.work_bytes(sequences, tokens)

@@ -50,6 +50,7 @@ class Planned(Generic[AnyTyped]):
                 family=spec.family,
                 latent=spec.mla.kv_rank if spec.mla else None,
                 delta_heads=spec.gdn.key_heads if spec.gdn else None,
+                expert_ffn=spec.moe.expert_ffn if spec.moe else None,
             )
             yield from check_model_rules(self.config, [role], shape)
 

@@ -6,10 +6,9 @@ The phases of a step run one after another, so their sum is the step. Nothing is
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 from mrl.config.arithmetic import (
     engine_nodes,
@@ -20,99 +19,21 @@ from mrl.config.arithmetic import (
     num_engines,
     role_mesh,
     samples_per_step,
-    shard_size,
     updates_per_step,
 )
 from mrl.config.mesh import Mesh
-from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig
+from mrl.config.schema import Config, MegatronModelConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.adapters import adapter_flops_per_token, adapter_tensors
-from mrl.models.layout import layers_of_chunk
-from mrl.models.rollout_table import EngineSizes, engine_bytes
 from mrl.models.spec import ModelSpec
 from mrl.models.windows import mean_visible
 from mrl.plan.assumptions import ASSUMPTIONS
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import head_of, scoring_phase
 from mrl.plan.plan_input import PlanInput
+from mrl.plan.reshard_traffic import busiest_traffic, handed_over, sent_sizes
 from mrl.plan.sharded import exchanged_bytes, role_weights
 from mrl.plan.weights import buffers
-from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
-from mrl.weight_sync.row_planner import RowIntersections
-
-
-@dataclass(frozen=True)
-class RankTraffic:
-    """Elements that one rank receives for the worker on its device."""
-
-    link: int
-    network: int
-
-
-class ReshardTraffic:
-    """Traffic between a training layout and the engines of one size on the same devices."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layout: ParallelConfig,
-        mesh: Mesh,
-        tp: int,
-        devices_per_node: int,
-        intersections: ShardIntersections | None = None,
-    ) -> None:
-        self._spec, self._mesh, self._tp, self._devices_per_node = spec, mesh, tp, devices_per_node
-        self._groups = _groups(spec, layout)
-        self._regions = (intersections or ShardIntersections(spec, layout, EngineSizes(tp))).regions
-        self._is_near = cache(self._has_copy)
-
-    def received(self, rank: int) -> RankTraffic:
-        """Return the elements that a rank receives for the worker on its device. Elements that it already holds are not
-        moved."""
-        link = network = 0
-        for (kind, stages), count in self._groups.items():
-            for _, regions in self._regions(kind, rank % self._tp, None):
-                for owner, region in regions.items():
-                    if self._is_near(owner, stages, rank, rank + 1):
-                        continue
-                    first = rank - rank % self._devices_per_node
-                    if self._is_near(owner, stages, first, first + self._devices_per_node):
-                        link += count * region.num_elements
-                    else:
-                        network += count * region.num_elements
-        return RankTraffic(link, network)
-
-    def busiest(self) -> RankTraffic:
-        """Return the traffic of the slowest rank, among the first and the last rank of each stage."""
-        mesh, per_stage = self._mesh, self._mesh.world_size // self._mesh.pp
-        ends = {rank for stage in range(mesh.pp) for rank in (stage * per_stage, (stage + 1) * per_stage - 1)}
-        return max(map(self.received, ends), key=lambda traffic: (traffic.network, traffic.link))
-
-    def _has_copy(self, owner: ShardOwner, stages: tuple[int, ...], first: int, end: int) -> bool:
-        """Return whether one of these neighboring ranks holds the region."""
-        mesh, per_stage = self._mesh, self._mesh.world_size // self._mesh.pp
-        for rank in range(first, min(end, mesh.world_size)):
-            if rank // per_stage not in stages:
-                continue
-            if owner.tp is None:
-                return True
-            at = mesh.coordinates(rank)
-            if (at.ep, at.etp) == (owner.ep, owner.tp) if owner.expert else at.tp == owner.tp:
-                return True
-        return False
-
-
-def _groups(spec: ModelSpec, layout: ParallelConfig) -> Counter[tuple[Kind, tuple[int, ...]]]:
-    """Return the number of groups of each kind in the stages. Tied embeddings belong to two."""
-    last = layout.pp - 1
-    groups: Counter[tuple[Kind, tuple[int, ...]]] = Counter()
-    groups["embedding", (0, last) if spec.tied and last else (0,)] += 1
-    groups["head", (last,)] += 1
-    for stage in range(layout.pp):
-        for chunk in range(layout.vpp):
-            for layer in layers_of_chunk(layout, spec.num_layers, stage, chunk):
-                groups[spec.kind(layer), (stage,)] += 1
-    return groups
 
 
 @dataclass(frozen=True)
@@ -349,19 +270,6 @@ def _reduction_s(subject: PlanInput, role: str, mesh: Mesh) -> float:
 # --- weights --------------------------------------------------------------------------------------------------------
 
 
-def _sent_elements(subject: PlanInput) -> tuple[float, float]:
-    """Return the elements that the busiest device sends or receives within its node, and over the network."""
-    config, spec, here = subject.config, subject.specs["actor"], subject.config.cluster.devices_per_node
-    model, mesh = config.actor, role_mesh(config, "actor")
-    if (shards := shard_size(config, "actor")) is not None:
-        of_rows = RowIntersections(spec, shards, EngineSizes(config.rollout.tp))
-        of_shards = Mesh(mesh.world_size, tp=shards)
-        traffic = ReshardTraffic(spec, ParallelConfig(), of_shards, config.rollout.tp, here, of_rows).busiest()
-        return traffic.link, traffic.network
-    traffic = ReshardTraffic(spec, model.parallel, mesh, config.rollout.tp, here).busiest()
-    return traffic.link, traffic.network
-
-
 def _weights(subject: PlanInput) -> dict[str, float]:
     """Return the seconds of sending weights into the engines, and of moving the trainer's memory to the host and
     back."""
@@ -375,12 +283,12 @@ def _weights(subject: PlanInput) -> dict[str, float]:
             "adapters": elements * ITEM_BYTES[model.dtype] / device.network_bytes_per_s / ASSUMPTIONS.link_efficiency
         }
     if has_own_rollout_pool(config):
-        num_bytes = engine_bytes(spec, tp, dtype)[0] / ASSUMPTIONS.link_efficiency
+        num_bytes = handed_over(spec, sent_sizes(config, spec), dtype)[0] / ASSUMPTIONS.link_efficiency
         senders = min(1.0, mesh.world_size / (num_engines(config) * tp))
         return {"reshard": num_bytes / device.network_bytes_per_s / senders}
-    inside, outside = _sent_elements(subject)
-    inside, outside = inside / device.link_bytes_per_s, outside / device.network_bytes_per_s
-    parts = {"reshard": max(inside, outside) * ITEM_BYTES[dtype] / ASSUMPTIONS.link_efficiency}
+    traffic = busiest_traffic(config, spec)
+    inside, outside = traffic.link / device.link_bytes_per_s, traffic.network / device.network_bytes_per_s
+    parts = {"reshard": max(inside, outside) / ASSUMPTIONS.link_efficiency}
     if config.sync.offload:
         held = role_weights(spec, model, mesh, "lm", 0)
         parts["to the host and back"] = 2 * (held.parameters + held.optimizer) / device.host_bytes_per_s

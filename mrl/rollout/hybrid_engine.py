@@ -40,13 +40,14 @@ from mrl.models.rollout_table import EngineSizes
 from mrl.rollout.capacity import MAX_SEQUENCES, engine_share
 from mrl.rollout.engine import EngineSettings, Part, device_full
 from mrl.rollout.fleet import FollowUps, RolloutFleet
-from mrl.rollout.quantization import shares_scales
+from mrl.rollout.quantization import sent_form, shares_scales
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.schedule import REPLICA
 from mrl.spans import SPANS
 from mrl.weight_sync.ipc import socket_path
 from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import WeightSyncSpec
+from mrl.weight_sync.row_planner import sizes_for_fp8
 
 SOCKETS = "handover"
 RECEIVER = "receiver"
@@ -101,6 +102,8 @@ class HybridEngine:
         """Version of the weights that the engines have; 0 while they sleep."""
         self._is_generating = self._parameters_are_away = False
         self._metrics: dict[str, float] = {}
+        self.unaligned: frozenset[str] = frozenset()
+        """Modules of engines in FP8 that get the engines' dtype: their slices are not made of whole blocks."""
         self._cache = cache_in_flight(config)
         self.actor_lock = threading.Lock()
         """Held by the trainer while it uses the actor and another thread generates."""
@@ -125,17 +128,20 @@ class HybridEngine:
         numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
         # Engines that cannot be written directly take full tensors on each of their ranks.
         whole = bool(self.fleet.full_tensor_reason)
-        sizes = EngineSizes.of(config.rollout, read_spec(config.model.path), whole=whole)
+        spec, shards = read_spec(config.model.path), shard_size(config, "actor")
+        sizes = EngineSizes.of(config.rollout, spec, whole=whole)
+        if (form := sent_form(config.rollout, spec)) and not whole and not _adapter_rank(config):
+            sizes = sizes_for_fp8(spec, config.actor.parallel, shards, sizes, form)
+        self.unaligned = sizes.unaligned
+        in_step = shares_scales(config.rollout) and sizes.fp8 is None
         route = WeightSyncSpec(
-            layout=RolloutLayout(
-                sizes, hosts, tuple(numbers[node] for node in nodes), in_step=shares_scales(config.rollout)
-            ),
+            layout=RolloutLayout(sizes, hosts, tuple(numbers[node] for node in nodes), in_step=in_step),
             sockets=tuple(
                 socket_path(self._sockets, REPLICA.format(worker // tp), worker % tp) for worker in range(num_workers)
             ),
             dtype=self._settings(0).dtype,
             trained_dtype=held_dtype(config.actor),
-            shard_size=shard_size(config, "actor"),
+            shard_size=shards,
             bucket_bytes=config.sync.bucket_bytes,
             timeout_s=self._context.deadlines.call_s,
             rendezvous=self._receivers.rendezvous() if self._receivers else None,

@@ -80,6 +80,8 @@ class RayPPOTrainer:
             self.actor, self.critic, self.hybrid = self.components.actor, self.components.critic, self.components.hybrid
             if reason := self.hybrid.fleet.full_tensor_reason:
                 self.run.warn("rollout", f"weights travel as whole tensors: {reason}")
+            if modules := ", ".join(sorted(self.hybrid.unaligned)):
+                self.run.warn("rollout", f"not sent in FP8, because slices are not whole blocks of 128: {modules}")
             self.profiler = Profiler(self.run, self.components.traced, list(self.components.roles.values()))
             self.num_steps_done = self.run.resume(self.components)
             drawn, version = drawn_from_bytes(self.run.drawn_ahead)

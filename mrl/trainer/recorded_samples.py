@@ -36,6 +36,7 @@ class NoEngines:
     """Stands for the engines of a run that generates nothing."""
 
     version = 1
+    unaligned: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.fleet = SimpleNamespace(full_tensor_reason="", generating_s=0.0)

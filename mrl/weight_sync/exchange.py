@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mrl.dtypes import torch_dtype
+from mrl.models.fp8_scales import FP8
 from mrl.models.regions import Region, extent, num_elements, slices
+from mrl.weight_sync.fp8 import Fp8Source
 from mrl.weight_sync.intersections import RegionCopy, ShardRegion
 from mrl.weight_sync.planner import PlannedBucket, RankPlan, Transfer
 
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 Held = Mapping[tuple[int, str], Tensor]
 """Local Megatron parameters by pipeline chunk and name."""
 _NUM_BUFFERS = 4
+_FP8 = torch_dtype(FP8)
 _index = cache(slices)  # layers of a kind share their boxes
 
 
@@ -96,8 +100,10 @@ def _rows(transfer: Transfer, left: int, fitting: int, width: int) -> Transfer:
 class WeightExchange:
     """Executes message rounds and counts the traffic. The next message is packed while one is under way."""
 
-    def __init__(self, held: Held, transport: P2PTransport, limit_bytes: int) -> None:
-        self._held, self._transport = held, transport
+    def __init__(
+        self, held: Held, transport: P2PTransport, limit_bytes: int, quantized: Fp8Source | None = None
+    ) -> None:
+        self._held, self._transport, self._quantized = held, transport, quantized
         self._buffers = torch.empty(_NUM_BUFFERS, limit_bytes // 4, dtype=torch.float32, device=transport.device)
         self.extra_bytes = self._buffers.nbytes
         self.bytes_sent = self.bytes_received = self.num_transfers = 0
@@ -121,12 +127,12 @@ class WeightExchange:
             out: dict[int, Tensor] = {}
             into: dict[int, Tensor] = {}
             if step.sent and step.destination in receiving_ranks:
-                out[step.destination] = message = self._pack(step.sent, outgoing)
+                out[step.destination] = message = _as_bytes(self._pack(step.sent, outgoing))
                 self.bytes_sent += message.nbytes
                 self.num_transfers += 1
             if step.received and receives:
                 message = incoming[: sum(transfer.region.num_elements for transfer in step.received)]
-                into[step.source] = message
+                into[step.source] = message = _as_bytes(message)
                 self.bytes_received += message.nbytes
             started = self._transport.start(out, into)
             _finish(*pending, matrices)
@@ -137,22 +143,30 @@ class WeightExchange:
         for transfer in transfers:
             matrix = matrices[transfer.tensor]
             for region_copy in transfer.region.copies:
-                target = matrix[_index(region_copy.target)]
-                target.copy_(self._source(transfer, region_copy).view(target.shape))
+                self._copy(transfer, region_copy, matrix[_index(region_copy.target)])
 
-    def _source(self, transfer: Transfer, region_copy: RegionCopy) -> Tensor:
-        return self._held[transfer.site.chunk, transfer.site.prefix + region_copy.name][_index(region_copy.source)]
+    def _copy(self, transfer: Transfer, region_copy: RegionCopy, target: Tensor) -> None:
+        key = transfer.site.chunk, transfer.site.prefix + region_copy.name
+        if self._quantized is None or target.dtype != _FP8:
+            scales = {} if self._quantized is None else self._quantized.scales
+            source = scales[key] if key in scales else self._held[key]
+            target.copy_(source[_index(region_copy.source)].view(target.shape))
+        else:
+            self._quantized.quantize(key, region_copy.source, target)
 
     def _pack(self, transfers: Sequence[Transfer], buffer: Tensor) -> Tensor:
         end = 0
         for transfer in transfers:
             for region_copy in transfer.region.copies:
                 shape, strides, size = _contiguous(region_copy.source)
-                buffer.as_strided(shape, strides, buffer.storage_offset() + end).copy_(
-                    self._source(transfer, region_copy)
-                )
+                self._copy(transfer, region_copy, buffer.as_strided(shape, strides, buffer.storage_offset() + end))
                 end += size
         return buffer[:end]
+
+
+def _as_bytes(message: Tensor) -> Tensor:
+    """Return a message in a type that every transport has."""
+    return message.view(torch.uint8) if message.dtype == _FP8 else message
 
 
 def _finish(

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple, TypeAlias
 
+from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import FAMILIES
+from mrl.models.fp8_scales import SCALE, Fp8Form, is_on_blocks, scale_pieces
 from mrl.models.parameters import Parameter, Piece, RowRange
 from mrl.models.regions import Region, intersection, moved, num_elements
-from mrl.models.rollout_table import EngineSizes, Fused, embedding_tensors, head_tensors, layer_tensors
+from mrl.models.rollout_table import (
+    EngineSizes,
+    Fused,
+    embedding_tensors,
+    head_tensors,
+    is_linear,
+    layer_tensors,
+    module_in_layer,
+)
 from mrl.models.spec import ModelSpec, MoeSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM, vocabulary_parameter
 
@@ -25,6 +35,16 @@ class ShardOwner(NamedTuple):
     expert: bool
     ep: int
     tp: int | None
+
+    def ranks(self, mesh: Mesh, stage: int) -> Sequence[int]:
+        """Return the ranks of a stage that have the data."""
+        size = mesh.world_size // mesh.pp
+        start, stop = stage * size, (stage + 1) * size
+        if not self.expert:
+            return range(start, stop) if self.tp is None else range(start + self.tp, stop, mesh.tp)
+        if self.tp is not None:
+            return range(start + self.tp + mesh.etp * self.ep, stop, mesh.etp * mesh.ep)
+        return [rank for rank in range(start, stop) if (rank - start) // mesh.etp % mesh.ep == self.ep]
 
 
 class RegionCopy(NamedTuple):
@@ -53,7 +73,20 @@ class ShardIntersections:
         self.spec, self.layout, self.sizes = spec, layout, sizes
         self._examples = {kind: layers[0] for kind, layers in spec.layers_by_kind().items()}
         self.regions = cache(self._find_regions)
-        self._held = cache(lambda kind: tuple(self._find_held(kind)))
+        self._held = cache(lambda kind: tuple(_with_scales(self._find_held(kind), sizes.fp8)))
+
+    def unaligned(self) -> frozenset[str]:
+        """Return the modules of layers of which a slice, on either side, is not made of whole blocks."""
+        return frozenset(
+            module_in_layer(fused.name)
+            for kind in self._examples
+            for tp_rank in range(self.sizes.tp)
+            for fused, regions in self.regions(kind, tp_rank, None)
+            if is_linear(fused)
+            for region in regions.values()
+            for copy in region.copies
+            if not (is_on_blocks(copy.source) and is_on_blocks(copy.target))
+        )
 
     def _find_regions(self, kind: Kind, tp_rank: int, owners: frozenset[ShardOwner] | None) -> FusedRegions:
         """Return what a tensor rank of an engine needs, optionally only the parts that some owners have."""
@@ -121,3 +154,17 @@ class ShardIntersections:
             return
         for tp in range(self.layout.tp):
             yield ShardOwner(False, 0, tp), parameter.name, parameter.share(tp, self.layout.tp)[1]
+
+
+HeldPieces = tuple[ShardOwner, str, Sequence[Piece]]
+
+
+def _with_scales(held: Iterable[HeldPieces], form: Fp8Form | None) -> Iterator[HeldPieces]:
+    """Yield local parameters, and after them their scales. Ranks that split columns all hold the scales of the rows."""
+    owners: dict[tuple[bool, int, str, tuple[Piece, ...]], list[int | None]] = defaultdict(list)
+    for owner, name, pieces in held:
+        yield owner, name, pieces
+        if form is not None and (scales := scale_pieces(pieces, form)):
+            owners[owner.expert, owner.ep, name, scales].append(owner.tp)
+    for (expert, ep, name, scales), ranks in owners.items():
+        yield ShardOwner(expert, ep, ranks[0] if len(ranks) == 1 else None), name + SCALE, scales

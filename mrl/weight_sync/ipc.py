@@ -47,7 +47,7 @@ _MAX_PATH_BYTES = 107
 _RETRY_S = 0.02
 _HELLO_S = 5.0
 """A trainer sends hello as soon as it connects."""
-_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
 def socket_path(sockets: Path, replica: str, tp_rank: int) -> Path:

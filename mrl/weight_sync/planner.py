@@ -18,6 +18,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.errors import PlacementError
+from mrl.models.fp8_scales import FP8, SCALE, scale_pieces
 from mrl.models.layout import RankPlace, check_layout, layers_of_chunk
 from mrl.models.regions import Region, intersection, num_elements
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
@@ -117,7 +118,8 @@ class PlannedBucket:
 class BucketSizes:
     """Packing rules of buckets. A tensor that is larger than a slot gets its own bucket.
 
-    Tensors that both sides hold in float32 next to bfloat16 travel in separate buckets.
+    Tensors that both sides hold in float32 next to bfloat16 travel in separate buckets. Tensors in FP8 do the
+    same, after their scales in float32.
     """
 
     slot_bytes: int
@@ -229,7 +231,8 @@ class ReshardPlanner:
             return 0
         boxes: dict[str, list[Region]] = defaultdict(list)
         for shard in self.shards(rank):
-            for piece in shard.pieces:
+            scales = scale_pieces(shard.pieces, self.rollout.sizes.fp8) if self.rollout.sizes.fp8 else ()
+            for piece in (*shard.pieces, *scales):
                 boxes[piece.hf].append(piece.source)
         count = 0
         for fused in rollout_tensors(self.spec, self.rollout.sizes, worker % self.rollout.sizes.tp):
@@ -270,7 +273,10 @@ class ReshardPlanner:
         """Return the dtype in which each tensor of a kind of group travels."""
 
         def dtype_of(fused: Fused) -> str:
+            if fused.dtype == FP8:
+                return FP8
             is_wide = any(piece.hf in self._wide for piece in fused.pieces) or sizes.trained_dtype == "float32"
+            is_wide = is_wide or fused.name.endswith(SCALE)
             goes_wide = (fused.dtype or sizes.dtype) == "float32"
             return "float32" if is_wide and goes_wide else sizes.travels_as
 
@@ -345,19 +351,11 @@ class ReshardPlanner:
 
     def _owners(self, rank: int) -> frozenset[ShardOwner]:
         at = self.mesh.coordinates(rank)
-        return frozenset({ShardOwner(False, 0, None), ShardOwner(False, 0, at.tp), ShardOwner(True, at.ep, at.etp)})
+        ranks = ((False, 0, at.tp), (True, at.ep, at.etp))
+        return frozenset(ShardOwner(expert, ep, tp) for expert, ep, own in ranks for tp in (own, None))
 
     def _find_copies(self, owner: ShardOwner, stages: tuple[int, ...]) -> Copies:
-        return Copies((rank for stage in stages for rank in self._holders(owner, stage)), self._workers)
-
-    def _holders(self, owner: ShardOwner, stage: int) -> range:
-        """Return the ranks of a stage that hold an owner's regions."""
-        start, stop = stage * self._ranks_per_stage, (stage + 1) * self._ranks_per_stage
-        if owner.tp is None:
-            return range(start, stop)
-        if owner.expert:
-            return range(start + owner.tp + self.mesh.etp * owner.ep, stop, self.mesh.etp * self.mesh.ep)
-        return range(start + owner.tp, stop, self.mesh.tp)
+        return Copies((rank for stage in stages for rank in owner.ranks(self.mesh, stage)), self._workers)
 
 
 def _places(buckets: list[list[PlannedTensor]]) -> dict[tuple[int, int], tuple[int, int]]:

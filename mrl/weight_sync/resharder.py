@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.controller import Rendezvous
@@ -30,6 +31,7 @@ from mrl.weight_sync.exchange import (
     WorldTransport,
     message_schedule,
 )
+from mrl.weight_sync.fp8 import Fp8Source
 from mrl.weight_sync.ipc import ALIGNMENT_BYTES, NUM_SLOTS, IpcSender, SharedBuffer, TensorView
 from mrl.weight_sync.planner import BucketSizes, PlannedBucket, ReshardPlanner, RolloutLayout
 
@@ -109,13 +111,24 @@ class ReshardReport:
 class Resharder:
     """Sends each version by a plan computed once. Create it, and call `send`, on all ranks together."""
 
-    def __init__(self, planner: ReshardPlanner, transport: P2PTransport, held: Held, spec: WeightSyncSpec) -> None:
+    def __init__(
+        self,
+        planner: ReshardPlanner,
+        transport: P2PTransport,
+        held: Held,
+        spec: WeightSyncSpec,
+        column_groups: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
+        """For engines in FP8, take the groups of ranks that split columns of dense weights, and those of experts."""
         self.planner, self._held, self._spec, self._transport = planner, held, spec, transport
         for shard in planner.shards(transport.rank):
             expected = torch_dtype(shard.dtype or spec.trained_dtype)
             if (dtype := held[shard.chunk, shard.name].dtype) != expected:
                 raise EngineError(f"`{shard.name}` of the trainer should be {expected}, but it is {dtype}")
         self._dtype = torch_dtype(spec.dtype)
+        self._quantized = None
+        if planner.rollout.sizes.fp8 is not None:
+            self._quantized = Fp8Source(planner, transport.rank, held, self._dtype, column_groups)
         self._slot_bytes = max(int(spec.bucket_bytes * _SLOT_SHARE), planner.largest_bytes(spec.dtype))
         sizes = BucketSizes(self._slot_bytes, spec.dtype, spec.trained_dtype, ALIGNMENT_BYTES)
         self.plan = planner.plan(transport.rank, sizes)
@@ -147,7 +160,9 @@ class Resharder:
         began = time.perf_counter()
         plan = self.plan
         receiving_ranks = {host for host, worker in plan.worker_of.items() if workers is None or worker in workers}
-        exchange = WeightExchange(self._held, self._transport, self._limit_bytes)
+        if self._quantized is not None:
+            self._quantized.measure()
+        exchange = WeightExchange(self._held, self._transport, self._limit_bytes, self._quantized)
         delivery = self._delivery(version) if plan.rank in receiving_ranks else None
         for bucket, planned in zip(plan.buckets, self._steps, strict=True):
             matrices = delivery.open(bucket) if delivery else None
@@ -166,7 +181,9 @@ class Resharder:
             least_bytes=self._least_bytes if delivery else 0,
             num_transfers=exchange.num_transfers,
             num_buckets=len(plan.buckets),
-            extra_bytes=exchange.extra_bytes + (NUM_SLOTS * self._slot_bytes if delivery else 0),
+            extra_bytes=exchange.extra_bytes
+            + (self._quantized.num_bytes if self._quantized else 0)
+            + (NUM_SLOTS * self._slot_bytes if delivery else 0),
             seconds=time.perf_counter() - began,
             failure=delivery.failure if delivery else "",
             delivered_bytes=delivery.num_bytes if delivery else 0,

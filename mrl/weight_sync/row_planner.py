@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.models.families import FAMILIES
+from mrl.models.fp8_scales import Fp8Form
 from mrl.models.layout import RankPlace
 from mrl.models.open_model import OpenSpec
 from mrl.models.parameters import Piece
@@ -29,6 +31,14 @@ def planner_of(spec: ModelSpec, layout: ParallelConfig, num_trainers: int, route
         return RowPlanner(spec, num_trainers, route.shard_size, route.layout)
     mesh = Mesh(num_trainers, tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
     return ReshardPlanner(spec, layout, mesh, route.layout)
+
+
+def sizes_for_fp8(
+    spec: ModelSpec, layout: ParallelConfig, shards: int | None, sizes: EngineSizes, form: Fp8Form
+) -> EngineSizes:
+    """Return the split of engines that get their weights in FP8 from a trainer of either strategy."""
+    plain = ShardIntersections(spec, layout, sizes) if shards is None else RowIntersections(spec, shards, sizes)
+    return replace(sizes, fp8=form, unaligned=plain.unaligned() if form == "block" else frozenset())
 
 
 class RowPlanner(ReshardPlanner):

@@ -7,7 +7,7 @@ empties the parameter: such a parameter is recreated from the received weights, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 
-from mrl.dtypes import dtype_name
+from mrl.dtypes import dtype_name, torch_dtype
 from mrl.errors import RolloutError, did_you_mean
+from mrl.models.fp8_scales import FP8, SCALE, scale_shape
 from mrl.weight_sync.digest import Digests
-from mrl.weight_sync.vllm_fp8 import is_quantized_on_arrival, padding_reason, quantize
+from mrl.weight_sync.vllm_fp8 import is_quantized_on_arrival, load, padding_reason, takes_fp8
 
+_FP8 = torch_dtype(FP8)
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _BIAS = "bias"
 """Parameter that vLLM never quantizes or moves while it loads."""
@@ -90,6 +92,7 @@ class ParameterWriter:
             for prefix, owner in _owners(model).items()
             for name in owner.slots
         }
+        self._unused_scales: set[str] = set()
         self._digests = Digests()
 
     @torch.no_grad()
@@ -97,12 +100,18 @@ class ParameterWriter:
         """Write one tensor. The caller may overwrite it as soon as this returns."""
         if name in self._digests:
             raise RolloutError("this parameter was sent twice", where=name)
+        if name.endswith(SCALE) and name not in self._missing:
+            self._keep_scales(name, tensor)
+            return
         if name not in self._missing:
             raise RolloutError(
                 "the model has no parameter of this name", where=name, fix=did_you_mean(name, self._missing)
             )
         owner, attribute = self._missing.pop(name)
         slot = owner.slots[attribute]
+        if tensor.dtype == _FP8 and f"{name}{SCALE}" in self._unused_scales:
+            slot = replace(slot, dtype=_FP8)
+            self._unused_scales.remove(f"{name}{SCALE}")
         if (sent := ParameterSpec(tensor.dtype, tuple(tensor.shape), slot.in_place)) != slot:
             raise RolloutError(f"the trainer sends {sent}, but the model has {slot}", where=name)
         parameter = getattr(owner.module, attribute).data
@@ -116,8 +125,25 @@ class ParameterWriter:
         if owner.num_written == len(owner.slots):
             _pack(owner)
 
+    def _keep_scales(self, name: str, tensor: Tensor) -> None:
+        """Keep the scales of a weight that will arrive in FP8."""
+        weight = name.removesuffix(SCALE)
+        owner, attribute = self._missing.get(weight, (None, ""))
+        if owner is None or (form := takes_fp8(owner.module)) is None:
+            raise RolloutError("the model has no weight that takes scales at this time", where=name)
+        wanted = ParameterSpec(torch.float32, scale_shape(owner.slots[attribute].shape, form), in_place=False)
+        if (sent := ParameterSpec(tensor.dtype, tuple(tensor.shape), in_place=False)) != wanted:
+            raise RolloutError(f"the trainer sends scales {sent}, but the model needs {wanted}", where=name)
+        device = getattr(owner.module, attribute).device
+        owner.fresh[f"{attribute}{SCALE}"] = kept = tensor.to(device, copy=True)
+        self._digests.add(name, kept)
+        self._unused_scales.add(name)
+
     def finish(self) -> dict[str, str]:
         """Return the digest of each parameter's content, after all have been written."""
+        if self._unused_scales:
+            listed = ", ".join(sorted(self._unused_scales)[:5])
+            raise RolloutError(f"{len(self._unused_scales)} scales came without weights in FP8: {listed}")
         if self._missing:
             listed = ", ".join(sorted(self._missing)[:5])
             raise RolloutError(f"{len(self._missing)} of the model's parameters were not sent: {listed}")
@@ -213,7 +239,7 @@ def _is_moe(module: Module) -> bool:
 def _pack(owner: ModuleParameters) -> None:
     """Pack the received tensors into the form that kernels read."""
     if is_quantized_on_arrival(owner.module):
-        quantize(owner.module, owner.fresh)
+        load(owner.module, owner.fresh)
         owner.fresh.clear()
         return
     for attribute, tensor in owner.fresh.items():

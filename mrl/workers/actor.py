@@ -167,7 +167,7 @@ class ActorRolloutRefWorker(ModelWorker):
             held = self._merged = self.engine.adapters.merged(held, torch_dtype(route.dtype))
         planner = planner_of(spec, groups.parallel, groups.mesh.world_size, route)
         transport = route.transport(self.rank, groups.device)
-        self._resharder = Resharder(planner, transport, held, route)
+        self._resharder = Resharder(planner, transport, held, route, (groups.tp, groups.etp))
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:

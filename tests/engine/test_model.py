@@ -32,7 +32,7 @@ def groups_of(parallel: ParallelConfig, rank: int = 0, world_size: int = 8) -> P
     """A rank's coordinates, without process groups."""
     mesh = Mesh(world_size, parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.etp)
     nobody: Any = None
-    return ParallelGroups(parallel, mesh.coordinates(rank), mesh, torch.device("cpu"), nobody, nobody, nobody, nobody)
+    return ParallelGroups(parallel, mesh.coordinates(rank), mesh, torch.device("cpu"), *[nobody] * 5)
 
 
 def config_of(spec: ModelSpec, parallel: ParallelConfig, dtype: str = "float32", **megatron: Any) -> TransformerConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,6 +187,7 @@ def make_tiny(
     seed: int = 0,
     head: Literal["lm", "score"] = "lm",
     bias: float = 7.0,
+    sizes: Mapping[str, int] | None = None,
     **save_options: Any,
 ) -> Path:
     """Save a random float32 model to `directory`; norms and biases are random too, so that a mix-up shows.
@@ -194,6 +196,8 @@ def make_tiny(
     """
     torch.manual_seed(seed)
     config = tiny_config(family)
+    for name, size in (sizes or {}).items():
+        setattr(config, name, size)
     if head == "score":
         config.num_labels = 1
     kind = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification

@@ -8,11 +8,15 @@ import pytest
 
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig as Layout
+from mrl.dtypes import ITEM_BYTES
+from mrl.models.fp8_scales import Fp8Form
 from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
-from mrl.plan.timing import RankTraffic, ReshardTraffic
+from mrl.plan.reshard_traffic import RankTraffic, ReshardTraffic, handed_over
+from mrl.weight_sync.intersections import ShardIntersections
 from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
+from mrl.weight_sync.row_planner import sizes_for_fp8
 
 SIZES = BucketSizes(slot_bytes=64 << 20, dtype="bfloat16", trained_dtype="bfloat16", alignment=64)
 DENSE = dataclasses.replace(model_spec("Qwen2.5-0.5B"), num_layers=4, vocab=1001)
@@ -25,34 +29,40 @@ EXPERTS = dataclasses.replace(
 
 def moved(plan: RankPlan, nodes: tuple[int, ...]) -> RankTraffic:
     """Return the bytes that a plan receives over the links of the rank's node, and from other nodes."""
-    elements = {False: 0, True: 0}
+    num_bytes = {False: 0, True: 0}
     for bucket in plan.buckets:
         for source, transfers in bucket.incoming.items():
             if source != plan.rank:
-                elements[nodes[source] != nodes[plan.rank]] += sum(move.region.num_elements for move in transfers)
-    return RankTraffic(link=elements[False], network=elements[True])
+                elements = sum(move.region.num_elements for move in transfers)
+                num_bytes[nodes[source] != nodes[plan.rank]] += elements * ITEM_BYTES[bucket.dtype]
+    return RankTraffic(link=num_bytes[False], network=num_bytes[True])
 
 
 @pytest.mark.parametrize(
-    ("spec", "mesh", "tp"),
+    ("spec", "mesh", "tp", "form"),
     [
-        (DENSE, Mesh(8, tp=2, pp=2), 1),  # tied embeddings, with a copy on the last stage
-        (DENSE, Mesh(8, pp=4), 2),
-        (DENSE, Mesh(8, tp=2, cp=2), 2),
-        (EXPERTS, Mesh(8, tp=2, ep=4), 4),
-        (EXPERTS, Mesh(8, pp=2, ep=2, etp=2), 2),
-        (EXPERTS, Mesh(8, ep=8), 1),
+        (DENSE, Mesh(8, tp=2, pp=2), 1, None),  # tied embeddings, with a copy on the last stage
+        (DENSE, Mesh(8, pp=4), 2, "block"),
+        (DENSE, Mesh(8, tp=2, cp=2), 2, "channel"),
+        (EXPERTS, Mesh(8, tp=2, ep=4), 4, None),
+        (EXPERTS, Mesh(8, pp=2, ep=2, etp=2), 2, "channel"),
+        (EXPERTS, Mesh(8, pp=2, ep=2, etp=2), 2, "block"),
+        (EXPERTS, Mesh(8, ep=8), 1, None),
     ],
     ids=str,
 )
-def test_traffic_is_the_planners(spec: ModelSpec, mesh: Mesh, tp: int) -> None:
+def test_traffic_is_the_planners(spec: ModelSpec, mesh: Mesh, tp: int, form: Fp8Form | None) -> None:
     layout = Layout(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp)
     nodes = tuple(rank // 4 for rank in range(8))
-    planner = ReshardPlanner(spec, layout, mesh, RolloutLayout(EngineSizes(tp), tuple(range(8)), nodes))
-    traffic = ReshardTraffic(spec, layout, mesh, tp, devices_per_node=4)
+    sizes = EngineSizes(tp) if form is None else sizes_for_fp8(spec, layout, None, EngineSizes(tp), form)
+    planner = ReshardPlanner(spec, layout, mesh, RolloutLayout(sizes, tuple(range(8)), nodes))
+    traffic = ReshardTraffic(ShardIntersections(spec, layout, sizes), mesh, 4, "bfloat16")
     everybody = [traffic.received(rank) for rank in range(8)]
     assert everybody == [moved(planner.plan(rank, SIZES), nodes) for rank in range(8)]
-    assert [one.link + one.network for one in everybody] == [planner.least_received(rank) for rank in range(8)]
+    plans = [planner.plan(rank, SIZES) for rank in range(8)]
+    assert [plan.num_received() for plan in plans] == [planner.least_received(rank) for rank in range(8)]
+    handed = [SIZES.num_bytes(tensor.fused) for bucket in plans[0].buckets for tensor in bucket.tensors]
+    assert handed_over(spec, sizes, "bfloat16") == (sum(handed), max(handed))
     assert sum(one.link + one.network for one in everybody) > 0
     assert traffic.busiest() in everybody
 

@@ -7,12 +7,14 @@ import math
 import pytest
 
 from mrl.config.arithmetic import role_mesh
-from mrl.models.rollout_table import engine_bytes
+from mrl.models.rollout_table import EngineSizes, engine_bytes
 from mrl.plan.assumptions import ASSUMPTIONS, RESERVE
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.plan_input import PlanInput
-from mrl.plan.timing import Lengths, ReshardTraffic, TimedPhase, plan_time
+from mrl.plan.reshard_traffic import ReshardTraffic
+from mrl.plan.timing import Lengths, TimedPhase, plan_time
 from mrl.plan.weights import buffers, stage_weights
+from mrl.weight_sync.intersections import ShardIntersections
 from tests.plan.planning import subject_of
 
 LENGTHS = Lengths(prompt=512, response=2048)
@@ -161,12 +163,12 @@ def test_weights_go_to_the_engines_and_the_trainers_memory_to_the_host_and_back(
     of = subject(rollout__tp=2)
     spec, device, model = of.specs["actor"], of.hardware, of.config.actor
     mesh = role_mesh(of.config, "actor")
-    traffic = ReshardTraffic(spec, model.parallel, mesh, 2, NODE).busiest()
+    traffic = ReshardTraffic(ShardIntersections(spec, model.parallel, EngineSizes(2)), mesh, NODE, "bfloat16").busiest()
     slowest = max(traffic.link / device.link_bytes_per_s, traffic.network / device.network_bytes_per_s)
     held = stage_weights(spec, model, mesh, "lm", 0)
     assert phase(of, "weights").parts == pytest.approx(
         {
-            "reshard": slowest * 2 / ASSUMPTIONS.link_efficiency,
+            "reshard": slowest / ASSUMPTIONS.link_efficiency,
             "to the host and back": 2 * (held.parameters + held.optimizer) / device.host_bytes_per_s,
         }
     )

@@ -8,11 +8,12 @@ import pytest
 
 from mrl.config.resolved.load import load_any_config
 from mrl.config.schema import RolloutConfig
+from mrl.errors import ConfigError
 from mrl.models.families import read_spec
-from mrl.models.rollout_table import EngineSizes, _is_linear, engine_bytes, layer_tensors
+from mrl.models.rollout_table import EngineSizes, engine_bytes, is_linear, layer_tensors
 from mrl.plan.known_models import model_spec
 from mrl.plan.plan_input import make_plan_input
-from mrl.plan.timing import _sent_elements
+from mrl.plan.reshard_traffic import busiest_traffic, handed_over, sent_sizes
 from mrl.rollout.quantization import gate_arguments, shares_scales
 from tests.models.tiny_models import make_tiny
 
@@ -34,7 +35,7 @@ def test_vllm_leaves_out_gates_and_nothing_else(family: str, tmp_path: Path) -> 
         if len(tensor.shape) > 1 and not tensor.name.endswith("conv1d.weight")
     ]
     left_out = {t.name for t in matrices if should_ignore_layer(t.name.removesuffix(".weight"), ignore=ignored)}
-    assert left_out == {tensor.name for tensor in matrices if not _is_linear(tensor)}
+    assert left_out == {tensor.name for tensor in matrices if not is_linear(tensor)}
     assert 0 < len(left_out) < len(matrices)
 
 
@@ -49,14 +50,27 @@ def test_linear_layers_take_a_byte_per_element(model: str, gb: float) -> None:
     assert total / 1e9 == pytest.approx(gb, rel=0.005)
 
 
-def test_an_engine_in_fp8_gets_the_same_shards_as_another() -> None:
-    path = str(CONFIGS / "grpo-qwen3-235b-a22b-16n8g.yaml")
+def test_an_engine_in_fp8_gets_half_the_bytes_of_another() -> None:
+    """235B of parameters, 8 devices an engine: published arithmetic gives 58.8 GB a device in bfloat16."""
+    path = str(CONFIGS / "grpo-qwen3-235b-a22b-fp8-8n8g.yaml")
     plain, quantized = (
         make_plan_input(load_any_config(path, overrides), None)
-        for overrides in ([], ["rollout.vllm.quantization=fp8_per_block"])
+        for overrides in (["rollout.vllm.quantization=null"], [])
     )
-    assert _sent_elements(quantized) == _sent_elements(plain)
-    assert sum(_sent_elements(plain)) < plain.specs["actor"].num_parameters / 4
+    spec = plain.specs["actor"]
+    sizes = [sent_sizes(subject.config, spec) for subject in (plain, quantized)]
+    whole, half = (handed_over(spec, each, "bfloat16")[0] for each in sizes)
+    assert (whole / 1e9, half / 1e9) == (pytest.approx(58.9, abs=0.2), pytest.approx(29.7, abs=0.2))
+    assert not sizes[1].unaligned
+    before, after = (busiest_traffic(subject.config, spec).network for subject in (plain, quantized))
+    assert 0.49 < after / before < 0.52
+
+
+def test_experts_that_vllm_would_pad_are_refused() -> None:
+    path, split = str(CONFIGS / "grpo-qwen3-235b-a22b-fp8-8n8g.yaml"), "rollout.vllm.enable_expert_parallel=false"
+    with pytest.raises(ConfigError, match=r"8 leaves 192 of the 1536 rows of an expert .*enable_expert_parallel=true"):
+        make_plan_input(load_any_config(path, [split]), None)
+    make_plan_input(load_any_config(path, [split, "rollout.tp=4"]), None)
 
 
 @pytest.mark.parametrize(

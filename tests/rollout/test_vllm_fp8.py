@@ -9,11 +9,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from mrl.config.mesh import Mesh
+from mrl.config.schema import ParallelConfig
+from mrl.models.families import read_spec
+from mrl.models.hf_reader import HfReader, load_shard
+from mrl.models.layout import RankPlace
+from mrl.models.rollout_table import EngineSizes
+from mrl.models.table import shards_of
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import Sampling
+from mrl.weight_sync.exchange import JoinedTransport
+from mrl.weight_sync.ipc import socket_path
+from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
+from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
+from mrl.weight_sync.row_planner import sizes_for_fp8
 from tests.rollout.conftest import Small, requests, run
-from tests.rollout.trainer_side import fused, update
+from tests.rollout.trainer_side import DEADLINE_S, InBackground, fused
+from tests.rollout.trainer_side import update as plain_update
 
 Make = Callable[..., RolloutEngine]
 _LARGEST = 448.0
@@ -47,13 +61,39 @@ def expected(model: Path, tp: int, rank: int) -> dict[str, Tensor]:
     return parameters
 
 
+def update(engine: RolloutEngine, model: Path, version: int) -> None:
+    """Send a version in FP8. Each of the engine's workers is next to a trainer rank with the whole model."""
+    tp, spec = engine.settings.tp, read_spec(model)
+    sizes = sizes_for_fp8(spec, ParallelConfig(), None, EngineSizes(tp), "channel")
+    layout = RolloutLayout(sizes, tuple(range(tp)), (0,) * tp)
+    settings = engine.settings
+    sockets = tuple(socket_path(settings.sockets, settings.replica, rank) for rank in range(tp))
+    reader, store = HfReader(model), HashStore()
+
+    def rank(number: int) -> ReshardReport:
+        transport = JoinedTransport(store, number, tp, torch.device("cpu"), DEADLINE_S)
+        shards = shards_of(spec, ParallelConfig(), RankPlace(), "lm")
+        held = {(shard.chunk, shard.name): load_shard(reader, shard, torch.float32) for shard in shards}
+        planner = ReshardPlanner(spec, ParallelConfig(), Mesh(tp), layout)
+        route = WeightSyncSpec(layout, sockets, "bfloat16", "float32")
+        return Resharder(planner, transport, held, route).send(version)
+
+    ranks = [InBackground(rank, number) for number in range(tp)]
+    engine.receive_weights(version)
+    assert [each.result().failure for each in ranks] == [""] * tp
+
+
+CASES = [("qwen2", 1, update), ("qwen3", 2, update), ("qwen3", 1, plain_update), ("qwen3", 2, plain_update)]
+
+
 @pytest.mark.parametrize(
-    ("family", "tp"),
-    [("qwen3", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen2", 1), ("qwen3", 2)))],
+    ("family", "tp", "update"),
+    [("qwen3", 1, update), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
 )
 def test_each_update_leaves_the_bits_of_the_formula_in_the_same_memory(
-    make_engine: Make, small: Small, family: str, tp: int
+    make_engine: Make, small: Small, family: str, tp: int, update: Callable[[RolloutEngine, Path, int], object]
 ) -> None:
+    """The trainer quantizes, or vLLM does."""
     engine: Any = make_engine("vllm", small(family), tp, dtype="bfloat16", quantization="fp8_per_channel")
     assert not engine.full_tensor_reason
     addresses = []

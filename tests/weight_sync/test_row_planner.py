@@ -22,6 +22,8 @@ CASES = [
     ("glm4_moe", 3, 3, EngineSizes(1)),  # experts that do not divide, and a buffer that all ranks hold
     ("deepseek_v3", 2, 2, EngineSizes(2)),
     ("mixtral", 8, 8, EngineSizes(2, whole=True)),  # more ranks than experts
+    ("llama_tied", 3, 3, EngineSizes(1, fp8="channel")),
+    ("qwen3_moe", 4, 2, EngineSizes(2, fp8="channel")),
 ]
 
 
@@ -38,6 +40,9 @@ def test_rows_of_all_ranks_make_up_every_worker(
     planner = RowPlanner(spec, num_ranks, shard_size, rollout)
     hf = numbered(spec)
     local = [{shard.name: assembled(shard, hf) for shard in planner.shards(rank)} for rank in range(num_ranks)]
+    if sizes.fp8:  # the scales of rows lie as the rows do
+        for tensors in (hf, *local):
+            tensors |= {f"{name}_scale": rows[:, :1] for name, rows in tensors.items() if rows.ndim == 2}
     held = sum(sum(tensor.size for tensor in tensors.values()) for tensors in local[:shard_size])
     assert held < 1.02 * sum(tensor.size for tensor in hf.values()), "ranks of one copy hold each number once"
     plans = [planner.plan(rank, SIZES) for rank in range(len(rollout.nodes))]

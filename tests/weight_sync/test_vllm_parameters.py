@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mrl.errors import RolloutError
 from mrl.weight_sync.digest import Digests
 
 
@@ -88,3 +89,26 @@ def test_whole_tensors_are_kept_although_the_sender_uses_its_buffer_again(monkey
         expected.add(f"tensor {number}", torch.full((4,), float(number)))
     assert vllm_parameters.load_full_tensors(model, None, sent()) == expected.read()
     assert [tensor.tolist() for _, tensor in kept] == [[float(number)] * 4 for number in range(3)]
+
+
+def test_scales_belong_to_a_weight_in_fp8_and_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mrl.weight_sync import vllm_parameters
+
+    layer = torch.nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
+    slot = vllm_parameters.ParameterSpec(torch.bfloat16, (2, 3), in_place=False)
+    monkeypatch.setattr(
+        vllm_parameters, "_owners", lambda model: {"x": vllm_parameters.ModuleParameters(layer, {"weight": slot})}
+    )
+    monkeypatch.setattr(vllm_parameters, "takes_fp8", lambda module: "channel")
+    weight, scales = layer.weight.data, torch.ones(2, 1)
+    writing = vllm_parameters.ParameterWriter(torch.nn.Module())
+    with pytest.raises(RolloutError, match=r"sends scales float32 \[1, 2\], but the model needs float32 \[2, 1\]"):
+        writing.write("x.weight_scale", scales.t())
+    with pytest.raises(RolloutError, match="no weight that takes scales"):
+        writing.write("y.weight_scale", scales)
+    writing.write("x.weight_scale", scales)
+    writing.write("x.weight", weight)
+    with pytest.raises(RolloutError, match=r"1 scales came without weights in FP8: x\.weight_scale"):
+        writing.finish()
+    with pytest.raises(RolloutError, match="the trainer sends float8_e4m3fn"):
+        vllm_parameters.ParameterWriter(torch.nn.Module()).write("x.weight", weight.to(torch.float8_e4m3fn))

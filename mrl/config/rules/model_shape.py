@@ -26,8 +26,10 @@ _NAMES = {
     "positions": ("max_position_embeddings",),
     "latent": ("kv_lora_rank",),
     "delta_heads": ("linear_num_key_heads",),
+    "expert_ffn": ("moe_intermediate_size",),
 }
 
+_BLOCK = 128
 _WITHOUT_SCORES = {
     "glm4_moe": "Glm4MoeForSequenceClassification",
     "glm4_moe_lite": "Glm4MoeLiteForSequenceClassification",
@@ -54,6 +56,8 @@ class ModelShape:
     """Size of the latent of keys and values, with multi-latent attention."""
     delta_heads: int | None = None
     """Key heads of linear attention, in a model with the gated delta rule."""
+    expert_ffn: int | None = None
+    """Inner size of an expert."""
 
 
 def read_model_shape(key: str, path: str) -> ModelShape | Problem | None:
@@ -121,6 +125,18 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
             yield from gpt_oss.check_key_heads("rollout.tp", config.rollout.tp, shape.kv_heads)
         yield from _states(config, shape)
         yield from _positions(config, shape)
+        yield from _padded_experts(config, shape)
+
+
+def _padded_experts(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse experts that vLLM would pad to whole blocks: each of its workers would take the whole model instead."""
+    tp, options = config.rollout.tp, config.rollout.vllm
+    is_split = options.get("quantization") == "fp8_per_block" and not options.get("enable_expert_parallel")
+    if not is_split or not shape.experts or not shape.expert_ffn or not shape.expert_ffn / tp % _BLOCK:
+        return
+    what = f"{tp} leaves {shape.expert_ffn / tp:g} of the {shape.expert_ffn} rows of an expert to each device of an "
+    what += f"engine, which vLLM pads to whole blocks of {_BLOCK}: weights could not be sent in parts"
+    yield problem("rollout.tp", what, "rollout.vllm.enable_expert_parallel=true, which keeps experts whole")
 
 
 def _router_bias(config: AnyConfig, role: str, shape: ModelShape) -> Iterator[Problem]:
