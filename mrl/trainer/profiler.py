@@ -23,8 +23,11 @@ class Profiler:
     """Records consecutive steps together. Errors of a disk end the trace, not the run."""
 
     def __init__(self, run: Run[Config], traced: TracedProcesses, roles: Sequence[RoleClient]) -> None:
-        self._run, self._traced, self._roles = run, traced, roles
+        self._run, self._traced = run, traced
         self._settings = run.config.training.profile
+        self._roles = [role for role in roles if hasattr(role.group, "begin_profile")]
+        if self._settings.torch_ranks and (others := [role.group.role for role in roles if role not in self._roles]):
+            run.warn("training.profile", f"no operations of {', '.join(others)}: its worker is no `ModelWorker` of mrl")
         self._steps: list[int] = []
         """Steps of the trace under way."""
 
