@@ -10,9 +10,10 @@ from pathlib import Path
 from mrl.cli.diff import compare
 from mrl.cli.supervise import Lost, add_attempt, watched
 from mrl.cli.train import started
-from mrl.config.resolved.load import Resolved, load_config
+from mrl.config.resolved.load import Resolved, config_kind, load_any_config, settle_models
 from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
+from mrl.config.sft import SftConfig
 from mrl.errors import SetupError
 
 EXAMPLE = "mrl replay runs/laptop-ppo actor.parallel.tp=1 --step 3"
@@ -22,13 +23,18 @@ _WITHOUT_FILES = (
     "training.fallback=[]",
     "training.time_limit_s=null",
     "training.trackers=[]",
-    "training.dump_steps=[]",
-    "training.samples_every=0",
     "training.record.every=1",
+    "training.record.steps=[]",
     "validation.every=0",
     "validation.keep_best=false",
+)
+_OF_RL = (
+    "training.dump_steps=[]",
+    "training.samples_every=0",
+    "training.profile={steps: [], torch_ranks: [], memory: false}",
     "asynchrony.replay=null",
 )
+_OF_SUPERVISED = ("training.epochs=null", "training.until_loss=null")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,14 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train the step again and print the differences. Return 3 if they are larger than rounding explains."""
     source, step = Path(arguments.run), arguments.step
-    if not (source / "config.yaml").is_file():
+    file = source / "config.yaml"
+    if not file.is_file():
         raise SetupError(f"{source} is not the directory of a run: it has no config.yaml")
     checkpoint = beginning(source, step)
     target = next(path for number in count(1) if not (path := _target(source, step, number)).exists())
     ours = [f"run.name={target.name}", f"run.dir={json.dumps(str(target.parent))}", f"training.steps={step}"]
-    ours += [f"training.samples_from={json.dumps(str(source))}", *_WITHOUT_FILES, "training.record.steps=[]"]
-    resolved = load_config(str(source / "config.yaml"), [*ours, *arguments.overrides])
-    code = watched("replay", arguments, resolved, lambda lost: _replay(resolved, checkpoint, lost, arguments.quiet))
+    is_rl = config_kind(str(file)) is Config
+    ours += [f"training.samples_from={json.dumps(str(source))}", *_OF_RL] if is_rl else _OF_SUPERVISED
+    resolved = load_any_config(str(file), [*ours, *_WITHOUT_FILES, *arguments.overrides])
+
+    def replayed(lost: Lost) -> int:
+        if is_rl:
+            return _replay(resolved, checkpoint, lost, arguments.quiet)
+        return _replay_updates(resolved, source, checkpoint, lost)
+
+    code = watched("replay", arguments, resolved, replayed)
     return code or compare(source, target, step=step, exact=arguments.exact)
 
 
@@ -84,4 +98,21 @@ def _replay(resolved: Resolved[Config], checkpoint: int, lost: Lost, quiet: bool
         while trainer.num_steps_done < resolved.config.training.steps:
             report = trainer.step()
             trainer.record(report.step, report.batch, report.metrics)
+    return 0
+
+
+def _replay_updates(resolved: Resolved[SftConfig], source: Path, checkpoint: int, lost: Lost) -> int:
+    """Make the updates of a supervised run again, from the checkpoint up to the step."""
+    # These load torch and Ray.
+    from mrl.controller.cluster import when_ray_is_lost
+    from mrl.observe.console import Console
+    from mrl.preflight.findings import refuse
+    from mrl.preflight.machine import check_start
+    from mrl.trainer.run import open_run
+    from mrl.trainer.sft import replay_updates
+
+    refuse(resolved.path, check_start(resolved))
+    resolved = settle_models(resolved)
+    with when_ray_is_lost(lost), open_run(resolved, Console(1, quiet=True)) as opened:
+        replay_updates(opened, source, checkpoint)
     return 0

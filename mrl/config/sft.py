@@ -17,7 +17,7 @@ from mrl.config.schema import (
     RunConfig,
     TrainedModelConfig,
 )
-from mrl.config.training import Tracker
+from mrl.config.training import MetricName, MetricRangeConfig, RecordConfig, Tracker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,9 @@ class SftTrainingConfig:
     last checkpoint of a run must succeed."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
+    record: RecordConfig = field(default_factory=RecordConfig)
+    record_when: dict[MetricName, MetricRangeConfig] = field(default_factory=dict)
+    """Record each update in which one of these metrics is outside of its usual range."""
     resume: Literal["auto", "never"] = "auto"
     """Whether to continue from a run directory with a verified checkpoint."""
     max_restarts: NotNegative = 0

@@ -13,16 +13,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mrl.engine.base_digest import is_first_copy
 from mrl.engine.checkpoint_files import flat_shard_regions
-from mrl.engine.engine import MegatronEngine
 from mrl.models.regions import Region, extent, slices
 from mrl.protocol.step_record import TensorPrint
+
+if TYPE_CHECKING:
+    from mrl.engine.engine import MegatronEngine
 
 SKETCHES = 16
 _FIRST_SIGN_BIT = 24
@@ -124,15 +125,13 @@ def _signs(numbers: Tensor) -> Tensor:
 def state_prints(engine: MegatronEngine) -> list[TensorPrint]:
     """Return prints of the weights, and of the optimizer state that this rank owns."""
     engine.memory.need("parameters", "optimizer")
-    assert engine.optimizer is not None, "only a trained engine has an optimizer"
-    prints, at = Prints(), engine.groups.at
-    for shard, tensor in engine.training_state.shards():
-        is_first = is_first_copy(shard, at.etp if shard.expert else at.tp)
-        is_only = is_first and (at.edp if shard.expert else at.dp + at.cp) == 0
+    prints, state = Prints(), engine.training_state
+    for shard, tensor in state.shards():
+        is_first = state.writes(shard)
         for piece in shard.pieces:
             values = tensor.detach()[slices(piece.target)]
-            prints.add("weight", piece.hf, values, piece.source, is_first_copy=is_only)
-        owned = engine.optimizer.owned(tensor) if shard.trained else None
+            prints.add("weight", piece.hf, values, piece.source, is_first_copy=state.counts(shard))
+        owned = state.owned(shard, tensor) if shard.trained else None
         if owned is not None:
             for name, box, views in flat_shard_regions(shard, owned.start, owned.state):
                 for kind, view in views.items():
@@ -162,7 +161,9 @@ class UpdateWatch:
 
     def _hooks(self, models: Sequence[Any], prints: Prints) -> Iterator[tuple[Any, Any]]:
         for model in models if self._activations else ():
-            layers = {name: f"layers.{m.layer_number - 1}" for name, m in model.named_modules() if _LAYER.match(name)}
+            found = {name: m for name, m in model.named_modules() if _LAYER.match(name)}
+            # Megatron counts the layers of a stage from 0, and has their numbers in the model.
+            layers = {n: f"layers.{m.layer_number - 1}" if hasattr(m, "layer_number") else n for n, m in found.items()}
             for name, module in model.named_modules():
                 is_leaf = not any(True for _ in module.children()) and "Identity" not in type(module).__name__
                 if is_leaf or name in layers:
@@ -186,14 +187,11 @@ def _listed(output: Any) -> tuple[Any, ...]:
 
 def _add_gradients(engine: MegatronEngine, prints: Prints) -> None:
     """Add the gradients that this rank's optimizer applies, after they were summed over ranks."""
-    assert engine.optimizer is not None, "only a trained engine has gradients"
-    at = engine.groups.at
-    for shard, tensor in engine.training_state.shards():
-        owned = engine.optimizer.owned(tensor) if shard.trained else None
+    state = engine.training_state
+    for shard, tensor in state.shards():
+        owned = state.owned(shard, tensor) if shard.trained else None
         if owned is None:
             continue
-        stop = owned.start + len(owned.state["param"])
-        flat = tensor.main_grad.flatten()[owned.start : stop]  # type: ignore[attr-defined]  # Megatron's buffer
-        is_first = is_first_copy(shard, at.etp if shard.expert else at.tp)
+        flat = state.gradient(shard, tensor).flatten()[owned.start : owned.start + len(owned.state["param"])]
         for name, box, views in flat_shard_regions(shard, owned.start, {"gradient": flat}):
-            prints.add("gradient", name, views["gradient"], box, is_first_copy=is_first)
+            prints.add("gradient", name, views["gradient"], box, is_first_copy=state.writes(shard))

@@ -69,6 +69,16 @@ class MegatronState:
         at = self.groups.at
         return is_first_copy(shard, at.etp if shard.expert else at.tp)
 
+    def counts(self, shard: Shard) -> bool:
+        """Return whether this is the first of all ranks with the same part."""
+        at = self.groups.at
+        return self.writes(shard) and (at.edp if shard.expert else at.dp + at.cp) == 0
+
+    def gradient(self, shard: Shard, tensor: Tensor) -> Tensor:
+        """Return the gradient of a parameter, in Megatron's buffer."""
+        gradient: Tensor = tensor.main_grad  # type: ignore[attr-defined]
+        return gradient
+
     def random_trackers(self) -> dict[str, Tensor]:
         states: dict[str, Tensor] = tensor_parallel.get_cuda_rng_tracker().get_states()
         return states

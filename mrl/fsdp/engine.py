@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,12 @@ class FsdpEngine:
     def __init__(self, request: FsdpRequest, groups: ShardGroups) -> None:
         self.request, self.groups = request, groups
         self.optimizer: ShardOptimizer | None = None
+        self.watch: Callable[[], AbstractContextManager[None]] | None = None
+        """Context of the passes of an update while a step is recorded."""
+
+    @property
+    def models(self) -> list[RowModel]:
+        return [self.model]
 
     @property
     def training_state(self) -> ShardState:
@@ -139,7 +146,8 @@ class FsdpEngine:
         self.memory.check("parameters", "gradients", "optimizer")
         assert self.optimizer is not None, "only a trained engine has an optimizer"
         self.optimizer.zero_grad()
-        with SPANS("forward_backward", micro_batches=len(micro_batches)):
+        watched = nullcontext() if self.watch is None else self.watch()
+        with watched, SPANS("forward_backward", micro_batches=len(micro_batches)):
             reports = self.forward_backward(rows, micro_batches, loss, scores)
         self.memory.need("optimizer")
         with SPANS("optimizer"):
@@ -199,6 +207,15 @@ class ShardState:
     def writes(self, shard: Shard) -> bool:
         """Return whether this rank has the first copy of the model."""
         return self._engine.groups.is_first_copy
+
+    def counts(self, shard: Shard) -> bool:
+        """Return whether this is the first of all ranks with the same part."""
+        return self.writes(shard)
+
+    def gradient(self, shard: Shard, tensor: Tensor) -> Tensor:
+        """Return the gradient of the rank's part of a tensor."""
+        held = self._held[shard.name]
+        return held.of(self._engine.weights.local_gradient(held.place.name))
 
     def random_trackers(self) -> dict[str, Tensor]:
         return {}

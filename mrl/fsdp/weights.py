@@ -70,6 +70,10 @@ class ShardedWeights:
             return self.buffers[name]
         return cast(DTensor, self.parameters[name].data).to_local()
 
+    def local_gradient(self, name: str) -> Tensor:
+        """Return this rank's share of the gradient of a parameter, after it was summed over all ranks."""
+        return cast(DTensor, self.parameters[name].grad).to_local()
+
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
         for held in self.held:
             yield held.shard, held.of(self.local(held.place.name))

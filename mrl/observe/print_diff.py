@@ -85,7 +85,7 @@ def print_differences(
 ) -> Iterator[PrintDifference]:
     """Yield one difference for each kind of tensor. In equal layouts, the first activation that differs is named."""
     places = _places(one, role)
-    by_rank = places == _places(other, role)
+    by_rank = (places, _strategy(one, role)) == (_places(other, role), _strategy(other, role))
     sides = _by_kind(one, role, moment, by_rank), _by_kind(other, role, moment, by_rank)
     if by_rank and (found := _first_activation(sides, places, limits)) is not None:
         yield found
@@ -97,6 +97,10 @@ def print_differences(
 
 def _places(record: StepRecord, role: str) -> list[dict[str, int]]:
     return [{axis: at for axis, at in rank.items() if axis != "host"} for rank in record.facts["ranks"][role]]
+
+
+def _strategy(record: StepRecord, role: str) -> str:
+    return str(record.facts["config"][role].get("strategy", "megatron"))
 
 
 def _by_kind(record: StepRecord, role: str, moment: Moment, by_rank: bool) -> dict[str, dict[Key, _Whole]]:

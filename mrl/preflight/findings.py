@@ -74,8 +74,7 @@ def check_offline(resolved: Resolved[Any], hardware_name: str | None) -> Iterato
     yield from check_columns(resolved.config)
     yield from check_experts(resolved.config)
     yield from check_adapters(resolved.config)
-    if isinstance(resolved.config, Config):
-        yield from guarded("record", check_record(resolved.config))
+    yield from guarded("record", check_record(resolved.config))
     yield from guarded("memory", check_memory(resolved, hardware_name))
     if resolved.config.cluster.device == "gpu":
         yield check_rehearsed(resolved)
@@ -122,10 +121,11 @@ def check_batch(config: AnyConfig) -> Iterator[CheckResult]:
             )
 
 
-def check_record(config: Config) -> Iterator[CheckResult]:
+def check_record(config: AnyConfig) -> Iterator[CheckResult]:
     """Report the largest size of the recorded steps, and warn if the limit would end the recording."""
     about, record, steps = "record", config.training.record, recorded_in(config)
-    if not steps and not config.training.record_when:
+    is_open = bool(config.training.record_when) or (bool(record.every) and config.training.steps is None)
+    if not steps and not is_open:
         return
     try:
         size = record_size(config)
@@ -134,7 +134,7 @@ def check_record(config: Config) -> Iterator[CheckResult]:
         return
     limit = f"training.record.max_bytes={record.max_bytes}"
     what = f"a recorded step has at most {gib(size)}, {len(steps)} steps {gib(size * len(steps))}"
-    if config.training.record_when:
+    if is_open:
         what += f", and the limit allows {record.max_bytes // size} steps in all"
     if size * max(1, len(steps)) > record.max_bytes:
         yield warn(about, f"{what}: more than {limit}", f"training.record.max_bytes={size * max(1, len(steps))}")

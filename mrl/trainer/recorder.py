@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import mrl
 from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
+from mrl.config.sft import AnyConfig
 from mrl.config.training import MetricRangeConfig, RecordConfig
 from mrl.controller.transport import fetch
 from mrl.errors import BatchError, did_you_mean
@@ -66,7 +67,7 @@ class StepRecorder:
 
     _settings: RecordConfig
 
-    def __init__(self, run: Run[Config]) -> None:
+    def __init__(self, run: Run[Any]) -> None:
         self._run = run
         self._settings = run.config.training.record
         self._when = run.config.training.record_when
@@ -163,8 +164,8 @@ def _placed(role: str, before: Sequence[RankRecord], after: Sequence[RankRecord]
             yield from ((role, Moment(1, update), rank, part) for part in parts)
 
 
-def _facts(config: Config, directory: Path, step: int) -> dict[str, Any]:
-    seed, epochs = config.training.seed, config.batch.epochs_per_step
+def _facts(config: AnyConfig, directory: Path, step: int) -> dict[str, Any]:
+    seed, epochs = config.training.seed, config.batch.epochs_per_step if isinstance(config, Config) else 0
     return {
         "step": step,
         "config": redact(json.loads(json.dumps(dataclasses.asdict(config)))),

@@ -30,12 +30,15 @@ from mrl.errors import DataError
 from mrl.observe.console import printable
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
+from mrl.protocol.step_record import StepRecord
 from mrl.trainer.checkpoint_score import CheckpointScore
+from mrl.trainer.checkpoints import read_checkpoint
 from mrl.trainer.model_probe import ModelProbe
 from mrl.trainer.nodes import placed_run
+from mrl.trainer.recorder import StepRecorder
 from mrl.trainer.reference import ReferenceLogProbs, Score, compute_reference, num_groups
 from mrl.trainer.role_client import Metrics, RoleClient, SupervisedClient
-from mrl.trainer.run import Run
+from mrl.trainer.run import Run, load_checkpoint
 from mrl.trainer.supervised_tasks import supervised_setup, task_of, warnings_of
 
 MODEL, ROLE = "model", "actor"
@@ -56,10 +59,10 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
         every, keep_best = run.config.validation.every, run.config.validation.keep_best
         if every and not num_done:
             run.record(0, _validated(run, components, 0))
-        coming = thread.submit(components.read)
+        recorder, coming = StepRecorder(run), thread.submit(components.read)
         while not components.is_done(num_done):
             (rows, reader), coming = coming.result(), thread.submit(components.read)  # read while the workers compute
-            metrics = components.update(rows, reader)
+            metrics = components.recorded_update(recorder, num_done + 1, rows, reader)
             if components.held_out and not components.held_out.isdisjoint(_prompts_of([rows])):
                 run.warn_once(
                     "data.validation", "some of its prompts are also trained on (split by prompt, not by row)"
@@ -79,6 +82,18 @@ def train_sft(run: Run[SftConfig], on_update: Callable[[int, Metrics], None]) ->
                 run.console.print(f"stopped after {num_done} updates; run the same command to resume")
                 return None
     return _export(run, checkpoint_of(run.directory / CHECKPOINTS, num_done))
+
+
+def replay_updates(run: Run[SftConfig], source: Path, checkpoint: int) -> None:
+    """Make the recorded updates of another run again, after one of its checkpoints, up to the last step of this run."""
+    with _started(run) as components:
+        run.resume(components)  # a new run: it opens the files of the metrics
+        if checkpoint:
+            load_checkpoint(read_checkpoint(source / CHECKPOINTS, checkpoint), components)
+        recorder = StepRecorder(run)
+        for step in range(checkpoint + 1, (run.config.training.steps or 0) + 1):
+            rows = StepRecord.read(source, step).samples
+            run.record(step, components.recorded_update(recorder, step, rows))
 
 
 def _validated(run: Run[SftConfig], components: _SftComponents, step: int) -> Metrics:
@@ -180,10 +195,20 @@ class _SftComponents:
         is_epoch = self._config.data.sampler in SAMPLERS and all(drawn[name] >= size for name, size in sizes.items())
         return is_epoch or self._is_through(num_updates, reader)
 
-    def update(self, rows: DataProto, reader: dict[str, Any]) -> Metrics:
-        """Make one optimizer step on these rows. `reader` is the state of the reader after them."""
+    def recorded_update(
+        self, recorder: StepRecorder, step: int, rows: DataProto, reader: dict[str, Any] | None = None
+    ) -> Metrics:
+        """Make one optimizer step on these rows, and record it if it is due.
+
+        `reader` is the state of the reader after them; recorded rows have none.
+        """
+        recorder.begin(step, self.roles, {})
         metrics = self.client.update(self.task.update, rows)
+        recorder.updated(ROLE, self.client, rows, metrics)
+        recorder.end(rows, rows, metrics)
         self._losses.append(metrics["loss"])
+        if reader is None:
+            return metrics
         self._trained_on = reader
         return metrics | {"epoch": self._epoch(self._trained_on)}
 

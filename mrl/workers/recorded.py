@@ -7,12 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mrl.controller import Dispatch, register
+from mrl.engine.tensor_prints import UpdateWatch, state_prints
 from mrl.protocol.step_record import RankRecord, host_name
 from mrl.workers.profiled import ProfiledWorker
 
 if TYPE_CHECKING:
     from mrl.engine.engine import MegatronEngine
-    from mrl.engine.tensor_prints import UpdateWatch
 
 
 class RecordedWorker(ProfiledWorker):
@@ -22,8 +22,6 @@ class RecordedWorker(ProfiledWorker):
     @register(Dispatch.ONE_TO_ALL)
     def begin_record(self, gradients: bool, activations: bool) -> RankRecord:
         """Return prints of the state, and begin to watch updates."""
-        from mrl.engine.tensor_prints import UpdateWatch  # loads Megatron, which records only
-
         self._watch = UpdateWatch(gradients=gradients, activations=activations)
         self.engine.watch = partial(self._watch.watching, self.engine)
         return self._record()
@@ -39,8 +37,6 @@ class RecordedWorker(ProfiledWorker):
         self.engine.watch = self._watch = None
 
     def _record(self) -> RankRecord:
-        from mrl.engine.tensor_prints import state_prints
-
         watch = self._watch
         assert watch is not None, "a record was begun"
         return RankRecord(asdict(self.place.coordinates), host_name(), state_prints(self.engine), watch.updates)

@@ -42,7 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = CONFIG.format(directory=directory, model=make_model(directory / "model", seed=1))
     for kind, section in KINDS.items():
         (directory / f"{kind}.yaml").write_text(text + section)
-        run_mrl(VERBS[kind], str(directory / f"{kind}.yaml"), f"run.name={kind}")
+        run_mrl(VERBS[kind], str(directory / f"{kind}.yaml"), f"run.name={kind}", "training.record.every=1")
     return directory
 
 
@@ -64,6 +64,18 @@ def test_a_run_and_the_same_run_resumed(directory: Path, kind: str) -> None:
     assert whole[1]["accuracy"] == 0.5
     assert whole[-1]["val/loss"] != whole[2]["val/loss"]
     assert "prompts with their responses" not in printed, "a reference that is computed once is not computed twice"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.on_demand) for kind in ("rm", "once"))])
+def test_a_recorded_update_is_made_again_in_two_layouts(directory: Path, kind: str) -> None:
+    """From the checkpoint of step 2: to the bit in the layout of the run, within rounding in another."""
+    printed = run_mrl("replay", str(directory / kind), "--step", "4", "--exact")
+    assert "step 4: equal, bit for bit" in printed
+    other = run_mrl("replay", str(directory / kind), "--step", "4", "actor.parallel.tp=1")
+    assert "step 4: equal within rounding" in other
+    wrong = run_mrl("replay", str(directory / kind), "--step", "3", "actor.optimizer.lr=2e-3", exit_code=3)
+    assert "the first difference is in phase update 1 of the actor: lr" in wrong
 
 
 @pytest.mark.slow

@@ -69,6 +69,19 @@ def test_a_replay_in_another_layout_agrees_within_rounding(layout: str, run: Pat
 
 @pytest.mark.slow
 @pytest.mark.on_demand
+def test_a_step_of_either_strategy_is_replayed_by_the_other(run: Path) -> None:
+    fsdp = ("actor.parallel.tp=1", "actor.strategy=fsdp", "critic.strategy=fsdp")
+    said = run_mrl("replay", str(run), "--step", "3", "--quiet", *fsdp)
+    assert "step 3: equal within rounding" in said
+    run_mrl("train", str(run.parents[1] / "run.yaml"), "--quiet", "run.name=fsdp", *fsdp)
+    sharded = run.with_name("fsdp")
+    assert "step 3: equal, bit for bit" in run_mrl("replay", str(sharded), "--step", "3", "--exact", "--quiet")
+    megatron = ("actor.strategy=megatron", "critic.strategy=megatron")
+    assert "step 3: equal within rounding" in run_mrl("replay", str(sharded), "--step", "3", "--quiet", *megatron)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
 def test_another_loss_is_found(run: Path) -> None:
     said = run_mrl("replay", str(run), "--step", "3", "--quiet", "algorithm.loss.aggregation=token-sum", exit_code=3)
     assert "  algorithm.loss.aggregation: token-mean and token-sum\n" in said

@@ -98,17 +98,9 @@ def _settings(config: AnyConfig, role: str, model: MegatronModelConfig) -> Itera
         key = f"{role}.router_bias_update_rate"
         what = f"{model.router_bias_update_rate:g}, but strategy=fsdp leaves the biases of routers unchanged"
         yield problem(key, what, f"{key}=0, or {role}.strategy=megatron")
-    if isinstance(config, Config) and _records(config):
-        what = "strategy=fsdp cannot record its weights and gradients yet"
-        yield problem("training.record", what, f"remove it and training.record_when, or {role}.strategy=megatron")
     if isinstance(config, Config) and role == "actor" and config.algorithm.router_replay != "none":
         what = f"{config.algorithm.router_replay}, but strategy=fsdp cannot give tokens the experts of another pass"
         yield problem("algorithm.router_replay", what, "algorithm.router_replay=none, or actor.strategy=megatron")
-
-
-def _records(config: Config) -> bool:
-    training = config.training
-    return bool(training.record.steps or training.record.every or training.record_when)
 
 
 def _unread(role: str, model: MegatronModelConfig) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
@@ -21,16 +21,31 @@ def check_training(config: AnyConfig) -> Iterator[Problem]:
     elif config.training.critic_warmup_steps and config.critic is None:
         key = "training.critic_warmup_steps"
         yield problem(key, "there is no critic to warm up", f"{key}=0")
+    yield from _records(config)
     if not isinstance(config, SftConfig):
-        yield from _records(config)
+        yield from _profile(config)
 
 
-def _records(config: Config) -> Iterator[Problem]:
+def _records(config: AnyConfig) -> Iterator[Problem]:
+    training = config.training
+    yield from _late("record", training.record.steps, training.steps)
+    for name, usual in training.record_when.items():
+        key = f"training.record_when.{name}"
+        if usual.min is None and usual.max is None and usual.jump is None:
+            yield problem(key, "it has no min, max or jump, so no value is unusual", f"{key}.max=10")
+        elif usual.min is not None and usual.max is not None and usual.min > usual.max:
+            yield problem(key, f"min={usual.min:g} is above max={usual.max:g}", "exchange them")
+
+
+def _late(key: str, steps: Sequence[int], last: int | None) -> Iterator[Problem]:
+    if last is not None and (late := [step for step in steps if step > last]):
+        what = f"step {late[0]} is after the last step, training.steps={last}"
+        yield problem(f"training.{key}.steps", what, f"training.steps={late[0]}, or another step")
+
+
+def _profile(config: Config) -> Iterator[Problem]:
     training, profile = config.training, config.training.profile
-    for key, steps in (("record", training.record.steps), ("profile", profile.steps)):
-        if late := [step for step in steps if step > training.steps]:
-            what = f"step {late[0]} is after the last step, training.steps={training.steps}"
-            yield problem(f"training.{key}.steps", what, f"training.steps={late[0]}, or another step")
+    yield from _late("profile", profile.steps, training.steps)
     placement = config.placement
     sizes = {role: placement.pools.get(placement.roles.get(role, ""), 0) for role in config.trained_roles()}
     if absent := [rank for rank in profile.torch_ranks if rank >= max(sizes.values())]:
@@ -42,12 +57,6 @@ def _records(config: Config) -> Iterator[Problem]:
     if profile.memory and (config.cluster.device != "gpu" or not profile.torch_ranks):
         what = "it records the GPUs of training.profile.torch_ranks, which has no GPU"
         yield problem("training.profile.memory", what, "training.profile.memory=false")
-    for name, usual in training.record_when.items():
-        key = f"training.record_when.{name}"
-        if usual.min is None and usual.max is None and usual.jump is None:
-            yield problem(key, "it has no min, max or jump, so no value is unusual", f"{key}.max=10")
-        elif usual.min is not None and usual.max is not None and usual.min > usual.max:
-            yield problem(key, f"min={usual.min:g} is above max={usual.max:g}", "exchange them")
     if training.samples_from is not None and config.validation.every:
         what = "a run of recorded samples has no engine to validate with"
         yield problem("training.samples_from", what, "validation.every=0, and mrl eval on its checkpoint")
