@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -12,8 +14,8 @@ from mrl.cli.supervise import Lost, add_attempt, watched
 from mrl.cli.train import started
 from mrl.config.resolved.load import Resolved, config_kind, load_any_config, settle_models
 from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
-from mrl.config.schema import Config
-from mrl.config.sft import SftConfig
+from mrl.config.schema import Config, ParallelConfig
+from mrl.config.sft import AnyConfig, SftConfig
 from mrl.errors import SetupError
 
 EXAMPLE = "mrl replay runs/laptop-ppo actor.parallel.tp=1 --step 3"
@@ -41,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="directory of a run that recorded the step (training.record)")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values that override those of the run")
     parser.add_argument("--step", type=int, required=True, help="the recorded step")
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="use transformers' models in float32 with torch's sharding: neither Megatron nor its layouts take part",
+    )
     parser.add_argument("--exact", action="store_true", help="accept no difference, not even that of rounding")
     parser.add_argument("--quiet", action="store_true", help="print no line per step")
     add_attempt(parser)
@@ -56,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     target = next(path for number in count(1) if not (path := _target(source, step, number)).exists())
     ours = [f"run.name={target.name}", f"run.dir={json.dumps(str(target.parent))}", f"training.steps={step}"]
     is_rl = config_kind(str(file)) is Config
+    if arguments.reference:
+        ours += _reference(load_any_config(str(file)).config)
     ours += [f"training.samples_from={json.dumps(str(source))}", *_OF_RL] if is_rl else _OF_SUPERVISED
     resolved = load_any_config(str(file), [*ours, *_WITHOUT_FILES, *arguments.overrides])
 
@@ -66,6 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     code = watched("replay", arguments, resolved, replayed)
     return code or compare(source, target, step=step, exact=arguments.exact)
+
+
+def _reference(config: AnyConfig) -> Iterator[str]:
+    """Yield the overrides that replace Megatron in the trained roles."""
+    whole = json.dumps(dataclasses.asdict(ParallelConfig()))
+    for role, model in config.trained_roles().items():
+        yield from (f"{role}.strategy=fsdp", f"{role}.parallel={whole}", f"{role}.dtype=float32")
+        yield from (f"{role}.megatron.{name}=null" for name in model.megatron)
+        yield from (f"{role}.ddp.{name}=null" for name in model.ddp)
 
 
 def beginning(run: Path, step: int) -> int:

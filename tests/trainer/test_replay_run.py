@@ -68,11 +68,16 @@ def test_a_replay_in_another_layout_agrees_within_rounding(layout: str, run: Pat
 
 
 @pytest.mark.slow
+def test_a_step_is_compared_with_transformers_models(run: Path) -> None:
+    said = run_mrl("replay", str(run), "--step", "3", "--quiet", "--reference")
+    assert "  actor.strategy: megatron and fsdp\n" in said
+    assert "step 3: equal within rounding" in said
+
+
+@pytest.mark.slow
 @pytest.mark.on_demand
 def test_a_step_of_either_strategy_is_replayed_by_the_other(run: Path) -> None:
     fsdp = ("actor.parallel.tp=1", "actor.strategy=fsdp", "critic.strategy=fsdp")
-    said = run_mrl("replay", str(run), "--step", "3", "--quiet", *fsdp)
-    assert "step 3: equal within rounding" in said
     run_mrl("train", str(run.parents[1] / "run.yaml"), "--quiet", "run.name=fsdp", *fsdp)
     sharded = run.with_name("fsdp")
     assert "step 3: equal, bit for bit" in run_mrl("replay", str(sharded), "--step", "3", "--exact", "--quiet")
