@@ -64,9 +64,10 @@ ALPHABET = b"0123456789+= ab"
 SEED_OF_MODELS = 5
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Answered:
     answer: Any
+    span: Any = None
 
     def get(self) -> Any:
         return self.answer

@@ -154,6 +154,7 @@ class Hybrid:
     """Engines that answer in reverse; a response without the end token was cut off."""
 
     full_tensor_reason = ""
+    unaligned: frozenset[str] = frozenset()
 
     def __init__(self, journal: Journal, answer: Answer = default_answer) -> None:
         self.journal, self.answer = journal, answer

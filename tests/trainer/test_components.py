@@ -20,6 +20,7 @@ from mrl.config.data import SourceConfig
 from mrl.config.mesh import Mesh
 from mrl.config.reward import RewardConfig, RewardFunctionConfig
 from mrl.config.schema import Config, ParallelConfig, PlacementConfig, TeacherConfig
+from mrl.controller.traced import TracedProcesses
 from mrl.errors import MrlError
 from mrl.events import EventLog, ModelLoaded, Warned, read_events
 from mrl.observe.metrics import StepTimer
@@ -99,6 +100,12 @@ def test_the_actor_keeps_its_reference_wherever_it_is_read(where: Any, keeps: bo
     assert not model_setup("critic", config).keeps_reference
 
 
+class _Context(str):
+    """A run's context by its name."""
+
+    traced = TracedProcesses()
+
+
 class Stage:
     """Everything heavy of `build_components`, replaced; the journal has what began and ended."""
 
@@ -133,7 +140,7 @@ class Stage:
             "ray_cluster": self._block("ray"),
             "ResourcePoolManager": self._resources,
             "check_libraries": lambda config, resources: self.journal.append("libraries"),
-            "RunContext": self._recorder("context"),
+            "RunContext": lambda *arguments: _Context(self._recorder("context")(*arguments)),
         }
         for name, stand_in in of_nodes.items():
             patch.setattr(nodes, name, stand_in)

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from mrl.trainer.checkpoint_score import CheckpointScore
 from tests.system_calls import SystemCall, watched
 
 MAKES = ("openat", "mkdir", "rename")
@@ -138,7 +139,7 @@ def save(run: Any, trained: Trained, disk: Disk) -> None:
     trained.num += 1
 
     def work() -> None:
-        run.save(trained, trained.num, float(trained.num), wait=False)
+        run.save(trained, trained.num, CheckpointScore(float(trained.num), trained.num), wait=False)
         run.finish_save()
 
     watched(work, disk.decide)
