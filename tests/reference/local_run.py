@@ -112,7 +112,7 @@ class ScriptedEngine:
         self._stop_token, self._vocab_log = stop_token, float(np.log(200))
         self._symbols = np.frombuffer(ALPHABET, dtype=np.uint8)
         self._encode = load_tokenizer(config.model.path)
-        self.version = 1
+        self.version, self.unaligned = 1, frozenset[str]()
         self.fleet = SimpleNamespace(full_tensor_reason="")
         self.is_awake = False
 
