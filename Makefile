@@ -36,8 +36,8 @@ unit: ## the quick tests without Ray, Megatron and vLLM, in an environment witho
 
 JOBS := 2
 PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
-test: install ## all tests except the slow ones, two files at a time (JOBS=1: one), with a time limit per package
-	MRL_TEST_BUDGETS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+test: install ## all tests except slow ones and `make lint`'s, two files at a time (JOBS=1: one); SKIP_UNIT=1: not `make unit`'s
+	MRL_SKIP_UNIT=$(SKIP_UNIT) MRL_TEST_BUDGETS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow" --ignore=tests/test_architecture.py
 
 test-slow: install ## the slow tests, two files at a time (JOBS=1: one)
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not on_demand"
@@ -53,8 +53,8 @@ sweep: install ## tests too long for each change: every ending at every moment, 
 	$(BIN)/python -m tests.endings.endings
 
 PART := commit
-sweep-part: install ## one twelfth of the sweep, chosen by the commit (or PART=3/12), in 6 minutes (MINUTES=6)
-	MRL_SWEEP_PART=$(PART) MRL_SWEEP_MINUTES=$(or $(MINUTES),6) MRL_SWEEP_RECORD=1 $(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
+sweep-part: install ## one twelfth of the sweep, chosen by the commit (or PART=3/12), in 3 minutes (MINUTES=3)
+	MRL_SWEEP_PART=$(PART) MRL_SWEEP_MINUTES=$(or $(MINUTES),3) MRL_SWEEP_RECORD=1 $(BIN)/python -m pytest -m on_demand --ignore=tests/contracts
 
 test-extras: install ## the tests of optional features, with all optional packages in .venv-extras
 	@cmp -s requirements-extras.txt .venv-extras/complete || { rm -rf .venv-extras && $(BIN)/python -m pip install --quiet --no-deps \

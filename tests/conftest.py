@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 
 NUM_DEVICES = 4
 
+UNIT_PACKAGES = ("config", "models", "protocol", "plan", "cli")
+"""Packages whose tests `make unit` runs with the same strength. It draws fewer cases in those of `algos` and `data`."""
+NEED_RAY = (
+    *(f"cli/test_{name}.py" for name in ("check", "check_agents", "finished", "sft_verbs")),
+    "data/test_ranked_rows.py",
+    "plan/test_exactness.py",
+)
+"""Files that import workers. The environment of `make unit` cannot collect them."""
 HAS_RAY = importlib.util.find_spec("ray") is not None
-if not HAS_RAY:  # in the environment of `make unit`, files that import workers cannot be collected
-    collect_ignore = [
-        *(f"cli/test_{name}.py" for name in ("check", "check_agents", "finished", "sft_verbs")),
-        "data/test_ranked_rows.py",
-        "plan/test_exactness.py",
-    ]
+if not HAS_RAY:
+    collect_ignore = [*NEED_RAY]
 
 # No test uses the hub or a developer's cache. Tests about the hub make a cache and a service.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": "/dev/null/cache"}
@@ -38,6 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(
             sweep.SweepPart(choice, float(os.environ.get("MRL_SWEEP_MINUTES", "inf"))), "sweep part"
         )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that `make unit` has run, if the caller says so."""
+    if os.environ.get("MRL_SKIP_UNIT") != "1":
+        return
+    config.hook.pytest_deselected(items=[item for item in items if _is_unit_test(item)])
+    items[:] = [item for item in items if not _is_unit_test(item)]
+
+
+def _is_unit_test(item: pytest.Item) -> bool:
+    path = item.path.relative_to(Path(__file__).parent)
+    needs_more = item.get_closest_marker("needs") is not None or path.as_posix() in NEED_RAY
+    return path.parts[0] in UNIT_PACKAGES and not needs_more
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,6 +1,6 @@
 """The sweep: cases marked `on_demand`, which take hours in total. Each CI run takes a twelfth, chosen by its commit.
 
-`MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=6` skips the cases that have not started after
+`MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=3` skips the cases that have not started after
 6 minutes. `MRL_SWEEP_RECORD=1` writes the date on which each case last passed to `tests/sweep.json`, which
 docs/benchmarks.md shows; a recorded case that fails keeps its record, with the date of the failure. A case without a
 record is run and reported, but its failure fails no part.

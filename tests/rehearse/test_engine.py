@@ -228,6 +228,8 @@ def rehearse_all(directory: Path) -> dict[str, EngineReport]:
 
 
 @pytest.mark.needs
+@pytest.mark.slow
+@pytest.mark.on_demand
 def test_vllms_models_have_the_parameters_of_the_plan(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as process:  # vLLM's groups and torch's are global
         made = process.apply_async(rehearse_all, (tmp_path,)).get(300)

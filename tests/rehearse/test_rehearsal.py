@@ -59,6 +59,8 @@ def test_tokens_are_routed_evenly_or_with_a_skew() -> None:
     assert skewed.sum(0).tolist() == [22, 22, 30, 30, 22, 22, 22, 22]
 
 
+@pytest.mark.slow
+@pytest.mark.on_demand
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
