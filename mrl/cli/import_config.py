@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from mrl.config.peer_import import (
     rows,
 )
 from mrl.config.resolved.load import load_any_config
-from mrl.config.schema import Config
+from mrl.config.schema import BatchConfig
 from mrl.config.slime import SLIME, read_slime
 from mrl.config.values import KeyPath
 from mrl.config.verl_import import VERL
@@ -67,14 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError([Problem("command line", "", f"{word} is not key=value", "training.steps=100")])
         made.set(key, parsed(value), again=True)
     write_text(output, f"# From {Path(name).name} by mrl import {arguments.system}.\n{as_yaml(made)}")
-    print("\n".join(_report(made, peer.name)))
+    print("\n".join([*_report(made, peer.name), "", *_batches(made, peer.name)]))
     try:
-        config = load_any_config(str(output), []).config
+        load_any_config(str(output), [])
     except ConfigError as error:
-        print("\n".join(["", *_batches(made, None, peer.name)]))
         print(f"\n{output} is written and needs changes:\n{error}")
         return 1
-    print("\n".join(["", *_batches(made, config if isinstance(config, Config) else None, peer.name)]))
     print(f"\n{output} is written. Next: mrl check {output} --offline, and mrl plan {output}")
     return 0
 
@@ -91,16 +90,24 @@ def _report(made: Imported, system: str) -> Iterator[str]:
         yield from (f"  {line}" for line in aligned([*rows(reports)]))
 
 
-def _batches(made: Imported, config: Config | None, system: str) -> Iterator[str]:
+def _batches(made: Imported, system: str) -> Iterator[str]:
     """Yield the batch sizes of both sides, the other system's by its own rules."""
     ours: dict[str, int] = {}
-    if config is not None:
-        batch = config.batch
+    if (batch := _batch_of(made.values.get("batch", {}))) is not None:
         ours = {PROMPTS: batch.prompts_per_step, SAMPLES: samples_per_step(batch), PER_UPDATE: batch.samples_per_update}
         ours |= {UPDATES: updates_per_step(batch), EPOCHS: batch.epochs_per_step}
     lines = [("batch", system, "mrl", "")]
     for name, theirs in made.batch.items():
-        differs = config is not None and theirs is not None and theirs != ours[name]
+        differs = bool(ours) and theirs is not None and theirs != ours[name]
         shown = "not known" if theirs is None else f"{theirs:g}"
         lines.append((name, shown, f"{ours.get(name, 'not known')}", "DIFFERENT" if differs else ""))
     yield from aligned(lines)
+
+
+def _batch_of(values: Mapping[str, Any]) -> BatchConfig | None:
+    """Return the batch of an import, which may be incomplete elsewhere; None if its sizes are no whole numbers."""
+    sizes = {key.name: values[key.name] for key in dataclasses.fields(BatchConfig) if key.name in values}
+    required = {"prompts_per_step", "samples_per_prompt", "samples_per_update"}
+    if not required <= sizes.keys() or not all(isinstance(size, int) and size > 0 for size in sizes.values()):
+        return None
+    return BatchConfig(**sizes)
