@@ -142,7 +142,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
                 "dual_clip": dual,
                 "cov_share": 0.2,
                 "cov_low": 0.01,
-                "opsm_delta": options["opsm"],
+                "opsm_delta": options.get("opsm"),
                 "entropy_coef": options["entropy"],
                 "value_clip": options.get("value_clip", 0.5),
             },
