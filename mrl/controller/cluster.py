@@ -159,7 +159,8 @@ def _kept(config: ClusterConfig, directory: Path) -> Iterator[str]:
             _end(keeper)
         if not address:
             log.seek(0)
-            last_lines = log.read().strip().splitlines()[-1:] or ["it printed nothing"]
+            reason = keeper.stdout.read().strip()  # a process of Ray may have died while it started
+            last_lines = log.read().strip().splitlines()[-1:] or [reason or "it printed nothing"]
             fix = f"use a shorter TMPDIR: Ray's sockets are in {directory}" if "AF_UNIX" in last_lines[0] else ""
             raise SetupError(f"Ray did not start on this machine: {last_lines[0]}", fix=fix)
 
