@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference",
         action="store_true",
-        help="use transformers' models in float32 with torch's sharding: neither Megatron nor its layouts take part",
+        help="use transformers' models in float32 with torch's sharding: Megatron and its layouts take no part",
     )
     parser.add_argument("--exact", action="store_true", help="accept no difference, not even that of rounding")
     parser.add_argument("--quiet", action="store_true", help="print no line per step")
