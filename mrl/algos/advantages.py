@@ -109,14 +109,15 @@ class Advantages:
     returns_T: Tensor | None = None
 
 
-AdvantageEstimator = Callable[[AdvantageInputs, AlgorithmConfig], Advantages]
+AdvantageEstimator = Callable[..., Advantages]
+"""Called with AdvantageInputs and AlgorithmConfig. Your own also gets `algorithm.options`, as keywords."""
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
 def estimate_advantages(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """Return the advantages of a shard with the configured estimator, without gradients."""
     with torch.no_grad():
-        return ADVANTAGES.resolve(config.advantage)(inputs, config)
+        return ADVANTAGES.resolve(config.advantage)(inputs, config, **config.options)
 
 
 def _required(inputs: AdvantageInputs, column: str) -> Tensor:

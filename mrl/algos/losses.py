@@ -66,7 +66,8 @@ class TokenLosses:
     reports_T: dict[str, Tensor]
 
 
-PolicyLoss = Callable[[PolicyTokens, LossConfig], TokenLosses]
+PolicyLoss = Callable[..., TokenLosses]
+"""Called with PolicyTokens and LossConfig. Your own also gets `algorithm.loss.options`, as keywords."""
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 

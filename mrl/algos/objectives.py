@@ -57,7 +57,7 @@ def actor_objective(
         advantages_T, old_T = tokens.advantages_T, tokens.old_log_probs_T
         taught_T = distilled_advantages(advantages_T, old_T, teacher_T, mask_T, distillation.coef)
         tokens = replace(tokens, advantages_T=taught_T)
-    policy = POLICY_LOSSES.resolve(config.policy)(tokens, config)
+    policy = POLICY_LOSSES.resolve(config.policy)(tokens, config, **config.options)
     if config.opsm_delta is not None:
         policy = mask_sequences(policy, tokens, config.opsm_delta)
     terms = {"pg_loss": norm.aggregate(_weighted(policy.loss_T, extra, mask_T), rows, mask_T)}

@@ -1,4 +1,4 @@
-"""`mrl algorithms`: print the advantages, losses and estimators that a configuration can name."""
+"""`mrl algorithms`: print the advantages, losses and estimators that a configuration can name, and your own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import textwrap
 from collections.abc import Iterator
 
-from mrl.config.catalog import Algorithm, algorithms
+from mrl.config.catalog import Algorithm, algorithms, own_algorithm
+from mrl.config.own_code import read_function
 from mrl.errors import NameUnknown, did_you_mean
 
 EXAMPLE = "mrl algorithms clip_cov"
@@ -14,7 +15,9 @@ _WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="one algorithm; without it, all")
+    parser.add_argument(
+        "name", nargs="?", help="one algorithm, or your own as package.module:attribute; without it, all"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,6 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _named(name: str) -> tuple[Algorithm, ...]:
     """Return the algorithms with this name. Several kinds may share it."""
+    if ":" in name:
+        if (function := read_function(name)) is None:
+            what = f"{name} is not a function that `def` defines at the top level of a module on this machine"
+            raise NameUnknown(what, fix="check the name, or add the module's directory to PYTHONPATH")
+        return (own_algorithm(function),)
     chosen = tuple(algorithm for algorithm in algorithms() if name in algorithm.names)
     if not chosen:
         known = [known for algorithm in algorithms() for known in algorithm.names]

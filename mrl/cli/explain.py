@@ -1,8 +1,9 @@
-"""`mrl explain`: show the numbers that follow from a configuration: batch arithmetic, and the ranks of each layout."""
+"""`mrl explain`: show what follows from a configuration: batch arithmetic, algorithm, and the ranks of each layout."""
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -23,12 +24,15 @@ from mrl.config.arithmetic import (
     shard_size,
     updates_per_step,
 )
+from mrl.config.catalog import find_algorithm
+from mrl.config.own_code import read_function
 from mrl.config.resolved.load import Resolved
 from mrl.config.reward import JUDGE
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, DpoConfig, SftBatchConfig
 
 EXAMPLE = "mrl explain configs/laptop-ppo.yaml actor.parallel.tp=1"
+_WIDTH = 100
 _MAX_TABLE_RANKS = 16  # with more ranks, those of one node share a line
 
 
@@ -45,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def explain(resolved: Resolved[Any], *, all_ranks: bool) -> Iterator[str]:
     config: AnyConfig = resolved.config
-    batch = _batch(config) if isinstance(config, Config) else _sft_batch(config.batch)
+    batch = [*_batch(config), "", *_algorithm(config)] if isinstance(config, Config) else _sft_batch(config.batch)
     lines = [f"{resolved.path}", "", *batch, *_placement(config)]
     for role in config.model_roles():
         lines += ["", *_model_role(config, role, all_ranks=all_ranks)]
@@ -78,6 +82,26 @@ def _batch(config: Config) -> Iterator[str]:
         ("longest sample", longest, f"{longest_sample_tokens(rollout)} tokens"),
     ]
     yield from ("Batch:", *aligned(rows))
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    """Yield advantage and policy loss with paper, formula and the values of their options."""
+    algorithm, loss = config.algorithm, config.algorithm.loss
+    yield "Algorithm:"
+    for kind, name, section in (("advantage", algorithm.advantage, algorithm), ("policy loss", loss.policy, loss)):
+        entry = find_algorithm(kind, name)
+        yield f"  {kind}: {name}{f'  [{entry.paper}]' if entry is not None and entry.paper else ''}"
+        if entry is None:
+            continue
+        yield from textwrap.wrap(entry.formula, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        own = read_function(name)
+        values = (
+            {option: getattr(section, option) for option in entry.options}
+            if own is None
+            else own.values(section.options)
+        )
+        if values:
+            yield f"    {', '.join(f'{option} {value}' for option, value in values.items())}"
 
 
 def _sft_batch(batch: SftBatchConfig) -> Iterator[str]:

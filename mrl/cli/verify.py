@@ -1,5 +1,5 @@
 """`mrl verify layout CONFIG`: check that the layouts of a configuration compute the same as one rank and as
-transformers."""
+transformers. `mrl verify algorithm CONFIG`: check its advantage and its policy loss."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mrl.cli import verify_algorithm
 from mrl.cli.arguments import add_config, load_one
 from mrl.config.arithmetic import role_mesh
 from mrl.errors import SetupError
@@ -24,7 +25,7 @@ _WRONG, _TOO_LARGE = 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["layout"], help="what to verify")
+    parser.add_argument("what", choices=["layout", "algorithm"], help="what to verify")
     add_config(parser)
     parser.add_argument(
         "--model", help="model whose shape to use: a directory, or a published model; default: model.path"
@@ -40,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.what == "algorithm":
+        return verify_algorithm.run(arguments)
+    return _verify_layouts(arguments)
+
+
+def _verify_layouts(arguments: argparse.Namespace) -> int:
     """Check each role's layout on a small model of the same shape. Return 1 if any of them computes another result."""
     config = load_one(arguments.config).config
     device = arguments.device or config.cluster.device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from mrl.config.bounds import Amount, Bound, Count, Proportion, Share, at_least, component, more_than
 
@@ -49,6 +49,8 @@ class LossConfig:
 
     policy: Annotated[str, component("policy loss", POLICY_LOSSES)] = "ppo"
     """Policy loss: a known name such as `ppo` or `gspo`, or your own as `package.module:attribute`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of your own policy loss: its keyword-only parameters. Those of a known one are keys of this section."""
     aggregation: Annotated[str, component("loss aggregation", AGGREGATIONS)] = "token-mean"
     """How token losses are reduced to one number over the whole update: `token-mean`, `seq-mean-token-mean`, ..."""
     horizon_tokens: Count | None = None
@@ -154,6 +156,8 @@ class AlgorithmConfig:
 
     advantage: Annotated[str, component("advantage estimator", ADVANTAGES)]
     """Advantage estimator: a known name such as `gae` or `grpo`, or your own as `package.module:attribute`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of your own advantage estimator: its keyword-only parameters."""
     gamma: Proportion = 1.0
     """Discount of later rewards."""
     lam: Proportion = 1.0

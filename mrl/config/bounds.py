@@ -19,11 +19,11 @@ class Bound:
         return self.words
 
 
-def at_least(minimum: int) -> Bound:
+def at_least(minimum: float) -> Bound:
     return Bound(f"at least {minimum}", lambda value: value >= minimum)
 
 
-def more_than(bound: int) -> Bound:
+def more_than(bound: float) -> Bound:
     return Bound(f"more than {bound}", lambda value: value > bound)
 
 

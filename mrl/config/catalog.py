@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 from mrl.config.algorithm import KL_ESTIMATORS, AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
-from mrl.config.keys import fields_of
+from mrl.config.keys import describe_type, fields_of
+from mrl.config.own_code import OwnFunction, OwnOption, read_function
 
 _SOURCES = Path(__file__).parents[1] / "algos"
 _NAMED = re.compile(r"(?P<title>[^:]+?) \(arXiv (?P<paper>\d{4}\.\d{5})\): (?P<formula>.*)")
@@ -52,13 +53,39 @@ class Algorithm:
     """Title and number. Empty if the formula has none."""
     formula: str
     options: tuple[str, ...]
-    """Keys of the same section that the function reads."""
+    """Keys of the same section that the function reads. For a user's own function, its options with their types."""
 
 
 @cache
 def algorithms() -> tuple[Algorithm, ...]:
     """Return all algorithms, by kind, in the order of the sources."""
     return tuple(algorithm for kind in _KINDS for algorithm in _of_kind(kind))
+
+
+def find_algorithm(kind: str, name: str) -> Algorithm | None:
+    """Return the algorithm of this kind, built in or the user's own. Return None if its source is not known."""
+    if ":" in name:
+        return None if (function := read_function(name)) is None else own_algorithm(function)
+    return next((entry for entry in algorithms() if entry.kind == kind and name in entry.names), None)
+
+
+def own_algorithm(function: OwnFunction) -> Algorithm:
+    """Return the entry of a user's own function, from its documentation and signature."""
+    paper, formula = _paper_and_formula(function.doc)
+    options = tuple(map(_described, function.options.values()))
+    return Algorithm(
+        (function.path,), "your own", "algorithm.advantage, algorithm.loss.policy", paper, formula, options
+    )
+
+
+def _described(option: OwnOption) -> str:
+    kind = "unknown type" if option.annotation is None else describe_type(option.annotation)
+    return f"{option.name} ({kind}{'' if option.required else f', default {option.default}'})"
+
+
+def _paper_and_formula(line: str) -> tuple[str, str]:
+    match = _NAMED.fullmatch(line)
+    return (f"{match['title']}, {match['paper']}", match["formula"]) if match else ("", line)
 
 
 def _of_kind(kind: _Kind) -> Iterator[Algorithm]:
@@ -68,9 +95,7 @@ def _of_kind(kind: _Kind) -> Iterator[Algorithm]:
         names = tuple(_registered_names(function, kind.decorators))
         if not names:
             continue
-        line = (ast.get_docstring(function) or "").partition("\n")[0]
-        match = _NAMED.fullmatch(line)
-        paper, formula = (f"{match['title']}, {match['paper']}", match["formula"]) if match else ("", line)
+        paper, formula = _paper_and_formula((ast.get_docstring(function) or "").partition("\n")[0])
         by_name = [option for name in names for option in _options_for(name, kind.section)]
         options = tuple(dict.fromkeys([*sorted(_keys_read(function, functions)), *by_name]))
         yield Algorithm(names[::-1], kind.name, kind.key, paper, formula, options)

@@ -175,6 +175,13 @@ def convert(
     return (None if config is UNUSABLE else config), conversion.problems
 
 
+def convert_value(annotation: Any, value: Any, path: KeyPath) -> list[Problem]:
+    """Return the problems of one value at a key that is not part of the schema."""
+    conversion = _Conversion(type(None), {}, Secrets(), lambda path: "")
+    conversion._value(annotation, value, path)
+    return conversion.problems
+
+
 class _Conversion:
     """One pass over the values. Each method returns the typed value, or UNUSABLE after reporting a problem."""
 

@@ -19,6 +19,7 @@ from mrl.config.rules.fsdp import check_fsdp
 from mrl.config.rules.judge import check_judge
 from mrl.config.rules.lora import check_lora
 from mrl.config.rules.model_shape import check_model_rules, read_model_shape, unchecked
+from mrl.config.rules.own_options import check_own_options
 from mrl.config.rules.passthrough import check_passthrough
 from mrl.config.rules.preference import check_preference
 from mrl.config.rules.reward import check_reward
@@ -58,7 +59,7 @@ def check_rules(config: AnyConfig) -> Iterator[Problem]:
     if isinstance(config, SftConfig):
         yield from check_preference(config)
         return
-    for check_train in (check_asynchrony, check_reward, check_judge, check_agent):
+    for check_train in (check_asynchrony, check_reward, check_judge, check_agent, check_own_options):
         yield from check_train(config)
 
 

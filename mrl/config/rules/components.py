@@ -6,13 +6,12 @@ Nothing is imported to check them, so a login node without torch also rejects a 
 from __future__ import annotations
 
 import ast
-import importlib.util
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Annotated, get_args, get_origin
 
 from mrl.config.bounds import Component, is_path
 from mrl.config.keys import typed_leaves
+from mrl.config.own_code import module_file
 from mrl.config.rules.problems import problem
 from mrl.config.sft import AnyConfig
 from mrl.config.values import dotted
@@ -35,7 +34,7 @@ def missing_modules(config: AnyConfig) -> Iterator[Problem]:
     """Yield the user's own components whose modules are not on this machine."""
     for key, name in own_parts(config):
         module = name.partition(":")[0]
-        if is_path(name) and _module_file(module) is None:
+        if is_path(name) and module_file(module) is None:
             yield problem(key, f'there is no module "{module}" on this machine', "install it, or add it to PYTHONPATH")
 
 
@@ -57,7 +56,7 @@ def _wrong_part(name: str) -> str | None:
     module, _, attribute = name.partition(":")
     if not is_path(name):
         return f'"{name}" is not of the form package.module:attribute'
-    file = _module_file(module)
+    file = module_file(module)
     if file is None or file.suffix != ".py":
         return None
     try:
@@ -69,25 +68,6 @@ def _wrong_part(name: str) -> str | None:
         return None
     suggestion = did_you_mean(first, [known for known in names if not known.startswith("_")])
     return f'{file} has no "{first}"' + (f"; {suggestion}" if suggestion else "")
-
-
-def _module_file(module: str) -> Path | None:
-    """Return the file of a module. Search below the package by hand: find_spec would import the parent packages."""
-    top, *below = module.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except ValueError:  # a module without a spec, such as __main__
-        return None
-    if spec is None:
-        return None
-    if not below and spec.origin is not None:
-        return Path(spec.origin)
-    for folder in spec.submodule_search_locations or ():
-        path = Path(folder, *below)
-        candidates = [path.with_suffix(".py"), path / "__init__.py", *path.parent.glob(f"{path.name}.*.so")]
-        if file := next((candidate for candidate in candidates if candidate.is_file()), None):
-            return file
-    return None
 
 
 def _top_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
