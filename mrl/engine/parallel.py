@@ -5,6 +5,7 @@ from __future__ import annotations
 import mrl.engine.with_megatron  # noqa: F401
 
 # isort: split
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,6 +29,8 @@ def model_parallel(parallel: ParallelConfig, seed: int) -> Iterator[ParallelGrou
         raise EngineError("torch.distributed is not initialized", fix="call init_process_group first")
     if parallel_state.model_parallel_is_initialized():
         raise EngineError("this process already has Megatron groups: only one model layout per process is possible")
+    # An earlier engine is in reference cycles. Until Python collects it, its destroyed groups keep their threads.
+    gc.collect()
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         cpu_shim.install()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -10,6 +12,10 @@ from torch.distributed import distributed_c10d
 
 from mrl.config.schema import ParallelConfig
 from mrl.engine.parallel import model_parallel, take_device
+
+
+class Engine:
+    itself: Engine
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "taken"), [(0, 8, 0), (3, 8, 3), (3, 1, 0)])
@@ -48,6 +54,25 @@ def test_nobody_reads_groups_of_gloo_so_megatron_makes_none(on_gpu: bool) -> Non
     ):
         pass
     assert made.call_args.kwargs["create_gloo_process_groups"] is False
+
+
+def test_an_earlier_engine_and_the_threads_of_its_groups_end_before_new_groups_begin() -> None:
+    gc.disable()  # it may run at any allocation
+    engine = Engine()
+    engine.itself, earlier = engine, weakref.ref(engine)
+    del engine
+    with (
+        mock.patch.object(torch.distributed, "is_initialized", return_value=True),
+        mock.patch.object(torch.distributed, "get_world_size", return_value=1),
+        mock.patch("mrl.engine.cpu_shim.install"),
+        mock.patch("megatron.core.parallel_state.initialize_model_parallel", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+        model_parallel(ParallelConfig(), seed=1),
+    ):
+        pass
+    is_collected = earlier() is None
+    gc.enable()
+    assert is_collected
 
 
 def test_every_rank_destroys_groups_in_the_same_order() -> None:
