@@ -33,7 +33,7 @@ from mrl.algos.rollout_correction import (
     mismatch_metrics,
 )
 from mrl.algos.rows import Rows
-from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
+from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig, RejectionConfig
 
 Outputs = dict[str, Tensor | float | list[float]]
 Function = Callable[["Packed"], Outputs]
@@ -242,6 +242,17 @@ def importance(level: str, beyond: Literal["truncate", "mask"], upper: float, lo
     return run
 
 
+def rejection(statistic: Any, upper: float, lower: float | None = None) -> Function:
+    """Return a function for the tokens that a rule keeps."""
+    rule = RejectionConfig(statistic=statistic, upper=upper, lower=lower)
+    config = CorrectionConfig(level="none", reject=[rule])
+
+    def run(case: Packed) -> Outputs:
+        return {"kept": correction_weights(pair_of(case), config), **correction_metrics(pair_of(case), config)}
+
+    return run
+
+
 def kl_in_reward(case: Packed) -> Outputs:
     """Return the rewards after the penalty."""
     kl_T = token_kl("k1", case.column("old"), case.column("ref"), case.mask_T)
@@ -295,6 +306,10 @@ VERL: dict[str, Function] = {
     "importance token mask": importance("token", "mask", 1.5, 0.5),
     "importance sequence mask": importance("sequence", "mask", 1.5, 0.5),
     "importance geometric mask": importance("geometric", "mask", 1.5, 0.5),
+    "rejection token_k1": rejection("token_k1", 1.5, 0.5),
+    "rejection seq_sum_k1": rejection("seq_sum_k1", 1.5),
+    "rejection seq_mean_k3": rejection("seq_mean_k3", 0.05),
+    "rejection seq_max_k2": rejection("seq_max_k2", 0.1),
     "mismatch metrics": lambda case: dict(mismatch(case)),
 }
 

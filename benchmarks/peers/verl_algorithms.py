@@ -136,6 +136,16 @@ def geometric_rejection(case: dict[str, Any]) -> Outputs:
     return {"kept": kept}
 
 
+def rejection(statistic: str, threshold: str) -> Any:
+    def run(case: dict[str, Any]) -> Outputs:
+        log_ratio = case["log_probs"] - case["rollout"]
+        kept, metrics = correction.compute_rollout_rejection_mask(log_ratio, case["mask"], statistic, threshold)
+        names = ("rollout_rs_masked_fraction",)
+        return {"kept": kept, **{name: metrics[name] for name in names}}
+
+    return run
+
+
 def mismatch(case: dict[str, Any]) -> Outputs:
     return correction.compute_offpolicy_metrics(case["log_probs"], case["rollout"], case["mask"])
 
@@ -176,6 +186,11 @@ FUNCTIONS = {
     "importance token mask": importance("token", "0.5_1.5"),
     "importance sequence mask": importance("sequence", "0.5_1.5"),
     "importance geometric mask": geometric_rejection,
+    # verl's bounds of k1 are on pi_rollout / pi_train, the inverse of an importance ratio.
+    "rejection token_k1": rejection("token_k1", f"{1 / 1.5}_{1 / 0.5}"),
+    "rejection seq_sum_k1": rejection("seq_sum_k1", "1.5"),
+    "rejection seq_mean_k3": rejection("seq_mean_k3", "0.05"),
+    "rejection seq_max_k2": rejection("seq_max_k2", "0.1"),
     "mismatch metrics": mismatch,
 }
 

@@ -35,7 +35,7 @@ class PolicyTokens:
     old_log_probs_T: Tensor
     advantages_T: Tensor
     selected_T: Tensor | None = None
-    """For `clip_cov` and `kl_cov`: the tokens of `mrl.algos.covariance.select_tokens`."""
+    """For `clip_cov`, `kl_cov` and `m2po`: the tokens of `mrl.algos.chosen_tokens.select_tokens`."""
 
     @property
     def log_ratio_T(self) -> Tensor:
@@ -266,6 +266,19 @@ def kl_cov(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
     return _with_share(_losses(loss_T, log_ratio_T, torch.zeros_like(selected_T)), selected_T)
 
 
+@POLICY_LOSSES.register("m2po")
+def m2po(tokens: PolicyTokens, config: LossConfig) -> TokenLosses:
+    """M2PO (arXiv 2510.01161): l_t = -A r_t, 0 for the tokens farthest from the policy that drew them.
+
+    Drops the fewest tokens of an update that leave a mean (log pi_old - log pi_engine)^2 of at most m2_threshold. It
+    is for old samples, and nothing else bounds the ratio.
+    """
+    selected_T, log_ratio_T = _selected(tokens), tokens.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    loss_T = (-tokens.advantage_T * log_ratio_T.exp()).masked_fill(selected_T, 0.0)
+    losses = _losses(loss_T, log_ratio_T, torch.zeros_like(selected_T))
+    return TokenLosses(loss_T, losses.reports_T | {"m2_masked": selected_T.to(loss_T.dtype)})
+
+
 def _with_share(losses: TokenLosses, selected_T: Tensor) -> TokenLosses:
     """Report the selected tokens, too. They do not count as clipped: there are some even if the policy is unchanged."""
     return TokenLosses(losses.loss_T, losses.reports_T | {"cov_selected": selected_T.to(losses.loss_T.dtype)})
@@ -273,7 +286,7 @@ def _with_share(losses: TokenLosses, selected_T: Tensor) -> TokenLosses:
 
 def _selected(tokens: PolicyTokens) -> Tensor:
     if tokens.selected_T is None:
-        raise BatchError("this policy loss needs `selected_T`, the tokens with a high covariance, which is missing")
+        raise BatchError("this policy loss needs `selected_T`, the tokens that it treats differently, which is missing")
     return tokens.selected_T & tokens.mask_T
 
 

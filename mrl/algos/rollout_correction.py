@@ -2,12 +2,14 @@
 
 With x_t = log pi_train - log pi_rollout of the sampled token, the ratio is exp(x_t) per token, exp(sum_t x_t) per
 sequence, or exp(mean_t x_t), the geometric one, on every token of the row. *Truncate* limits the weight to the bounds
-(TIS), *mask* sets it to 0 beyond them (IcePop, masked importance sampling). Weights are constants: they multiply the
-token losses and get no gradient.
+(TIS), *mask* sets it to 0 beyond them (IcePop, masked importance sampling). *Rejection* sets the weight of tokens or
+whole rows to 0 by other measures of the same difference. Weights are constants: they multiply the token losses and get
+no gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
-from mrl.config.algorithm import CorrectionConfig
+from mrl.config.algorithm import CorrectionConfig, RejectionConfig
 from mrl.errors import BatchError
 from mrl.registry import Registry
 
@@ -68,13 +70,52 @@ def geometric(pair: RolloutPair) -> Tensor:
     return pair.rows.expand(pair.rows.mean(pair.log_ratio_T, pair.mask_T))
 
 
+@RATIO_LEVELS.register("none")
+def unweighted(pair: RolloutPair) -> Tensor:
+    """0: every ratio is 1, so that only `reject` has an effect."""
+    return torch.zeros_like(pair.log_ratio_T)
+
+
 def correction_weights(pair: RolloutPair, config: CorrectionConfig) -> Tensor:
-    """Return the weight of each token's loss, 0 on masked tokens."""
+    """Return the weight of each token's loss, 0 on masked and on rejected tokens."""
     ratio_T = _ratio(pair, config)
     held_T = ratio_T.clamp(config.lower, config.upper)
     if config.beyond == "mask":
         held_T = torch.where(ratio_T == held_T, held_T, 0.0)
-    return apply_mask(held_T, pair.mask_T)
+    return apply_mask(held_T, kept_tokens(pair, config))
+
+
+def kept_tokens(pair: RolloutPair, config: CorrectionConfig) -> Tensor:
+    """Return the unmasked tokens that are within all bounds of `reject`."""
+    kept_T = pair.mask_T
+    for rule in config.reject:
+        kept_T = kept_T & _within(pair, rule)
+    return kept_T
+
+
+def _within(pair: RolloutPair, rule: RejectionConfig) -> Tensor:
+    """Return the tokens that a rule keeps: of the bounds of k1, the logarithms, because x is summed and averaged."""
+    unit, _, estimator = rule.statistic.rpartition("_")
+    x_T = pair.log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if estimator == "k1":
+        lower = 1 / rule.upper if rule.lower is None else rule.lower
+        value_T = _by_unit(unit, x_T, pair)
+        return (value_T >= math.log(lower)) & (value_T <= math.log(rule.upper))
+    token_T = 0.5 * x_T.square() if estimator == "k2" else x_T.exp() - 1 - x_T
+    return _by_unit(unit, token_T, pair) <= rule.upper
+
+
+def _by_unit(unit: str, value_T: Tensor, pair: RolloutPair) -> Tensor:
+    """Return the value that decides on each token: its own, or one of its row."""
+    rows, value_T = pair.rows, apply_mask(value_T, pair.mask_T)
+    match unit:
+        case "token":
+            return value_T
+        case "seq_sum":
+            return rows.expand(rows.sum(value_T))
+        case "seq_mean":
+            return rows.expand(rows.mean(value_T, pair.mask_T))
+    return rows.expand(rows.largest(value_T))  # seq_max: k2 and k3 are at least 0, as masked tokens are
 
 
 def _ratio(pair: RolloutPair, config: CorrectionConfig) -> Tensor:
@@ -94,11 +135,17 @@ def correction_metrics(
         apply_mask(ratio_T > config.upper, pair.mask_T),
         apply_mask(ratio_T < config.lower, pair.mask_T),
     )
-    columns = (pair.mask_T, weights_T, weights_T.double().square(), above_T, below_T)
+    kept_T, rows = kept_tokens(pair, config), pair.rows
+    rejected_B, written_B = rows.count(pair.mask_T & ~kept_T) > 0, rows.count(pair.mask_T) > 0
+    columns = (pair.mask_T, weights_T, weights_T.double().square(), above_T, below_T, kept_T, rejected_B, written_B)
     sums = sum_over_ranks(torch.stack([column.double().sum() for column in columns]))
-    count, total, squares, above, below = sums.tolist()
+    count, total, squares, above, below, kept, rejected_rows, num_rows = sums.tolist()
+    rejected = {
+        "rollout_rs_masked_fraction": (count - kept) / max(count, 1.0),
+        "rollout_rs_seq_masked_fraction": rejected_rows / max(num_rows, 1.0),
+    }
     count = max(count, 1.0)
-    return {
+    return (rejected if config.reject else {}) | {
         "rollout_is_mean": total / count,
         "rollout_is_eff_sample_size": total**2 / (count * squares) if squares else 0.0,
         "rollout_is_ratio_fraction_high": above / count,

@@ -75,6 +75,11 @@ class Rows:
         """Return each row's mean over its unmasked tokens, 0 for a row without any."""
         return self.sum(apply_mask(x_T, mask_T)) / self.count(mask_T).clamp(min=1)
 
+    def largest(self, x_T: Tensor) -> Tensor:
+        """Return each row's largest value, 0 for an empty row or if all are smaller."""
+        self._check(x_T)
+        return torch.segment_reduce(x_T, "max", lengths=self.lengths_B, unsafe=True, initial=0.0)
+
     def last_token(self, mask_T: Tensor) -> Tensor:
         """Return the position of each row's last unmasked token, -1 for a row without any."""
         self._check(mask_T)

@@ -15,14 +15,14 @@ VECTOR_ADVANTAGES = ("gdpo",)
 """Advantage estimators that read each reward function's score, not only the weighted sum."""
 POLICY_LOSSES = (
     *("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg"),
-    *("sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov", "dro", "vespo"),
+    *("sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov", "dro", "vespo", "m2po"),
 )
-COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
-"""Policy losses that read old log-probs before the first update of a step."""
+CHOOSING_LOSSES = ("clip_cov", "kl_cov", "m2po")
+"""Policy losses that choose tokens by old log-probs before the first update of a step."""
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+", "kl", "mse", "low_var_kl")
 KlEstimator = Annotated[str, component("KL estimator", KL_ESTIMATORS)]
-RATIO_LEVELS = ("token", "sequence", "geometric")
+RATIO_LEVELS = ("token", "sequence", "geometric", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,8 @@ class LossConfig:
     """For `clip_cov`: dropped tokens have a covariance below this."""
     cov_kl_coef: Annotated[float, more_than(0)] = 1.0
     """For `kl_cov`: coefficient of the penalty."""
+    m2_threshold: Annotated[float, more_than(0)] = 0.04
+    """For `m2po`: largest mean of (log pi_old - log pi_engine)^2 over the tokens of an update that are kept."""
     dro_beta: Annotated[float, more_than(0)] = 0.05
     """For `dro`: coefficient of the squared log-ratio."""
     vespo_k_pos: Amount = 2.0
@@ -115,17 +117,46 @@ class OverlongConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RejectionConfig:
+    """A bound on the mismatch of engine and trainer. Tokens or whole rows beyond it have no loss."""
+
+    statistic: Literal[
+        "token_k1",
+        "token_k2",
+        "token_k3",
+        "seq_sum_k1",
+        "seq_sum_k2",
+        "seq_sum_k3",
+        "seq_mean_k1",
+        "seq_mean_k2",
+        "seq_mean_k3",
+        "seq_max_k2",
+        "seq_max_k3",
+    ]
+    """With x = log pi_train - log pi_engine of a token: k1 is the ratio exp(x), k2 is x^2 / 2, k3 is exp(x) - 1 - x.
+    `token` judges each token, the others a whole row: by the sum, the mean or the largest value of its tokens. For k1,
+    sum and mean are those of x, so that seq_mean_k1 bounds the geometric mean of the ratios."""
+    upper: Share
+    """Largest value that is kept."""
+    lower: Share | None = None
+    """Smallest ratio that is kept, for k1. Null uses 1 / upper."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CorrectionConfig:
     """Importance weights that correct for the difference between the engine's policy and the trained policy."""
 
     level: Annotated[str, component("importance ratio level", RATIO_LEVELS)] = "token"
-    """Ratio per `token`, per `sequence`, or its `geometric` mean."""
+    """Ratio per `token`, per `sequence`, or its `geometric` mean; `none` weighs nothing, for `reject` alone."""
     beyond: Literal["truncate", "mask"] = "truncate"
     """Handling of a weight beyond the bounds: truncate it to the bound, or mask the token."""
     upper: Annotated[float, at_least(1)] = 2.0
     """Upper bound."""
     lower: Proportion = 0.0
     """Lower bound."""
+    reject: list[RejectionConfig] = field(default_factory=list)
+    """Bounds on the mismatch, in addition to the weights: a token must be within all of them, otherwise its weight is
+    0. It still counts in means over tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.algorithm import COVARIANCE_LOSSES
+from mrl.config.algorithm import CHOOSING_LOSSES
 from mrl.config.mesh import Mesh
 from mrl.config.schema import (
     BatchConfig,
@@ -46,7 +46,7 @@ def needs_old_log_probs(config: Config) -> bool:
     """Return whether the policy changes between sampling and the last update of a step, or something else reads old
     log-probs. With one update per step, the log-probs in that update are the old ones."""
     algorithm = config.algorithm
-    reads = algorithm.kl.where in ("reward", "both") or algorithm.loss.policy in COVARIANCE_LOSSES
+    reads = algorithm.kl.where in ("reward", "both") or algorithm.loss.policy in CHOOSING_LOSSES
     return updates_per_step(config.batch) > 1 or reads or algorithm.correction is not None
 
 

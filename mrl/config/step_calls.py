@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.algorithm import COVARIANCE_LOSSES
+from mrl.config.algorithm import CHOOSING_LOSSES
 from mrl.config.arithmetic import has_reference, needs_old_log_probs, updates_per_step
 from mrl.config.schema import Config
 
@@ -52,9 +52,9 @@ def _routes(config: Config) -> Columns:
 
 def _needed_by_actor(config: Config) -> Columns:
     needed = {
-        "old_log_probs": updates_per_step(config.batch) > 1 or config.algorithm.loss.policy in COVARIANCE_LOSSES,
+        "old_log_probs": updates_per_step(config.batch) > 1 or config.algorithm.loss.policy in CHOOSING_LOSSES,
         "ref_log_probs": _charges_kl(config, "loss"),
-        "rollout_log_probs": config.algorithm.correction is not None,
+        "rollout_log_probs": config.algorithm.correction is not None or config.algorithm.loss.policy == "m2po",
     }
     return tuple(name for name, is_needed in needed.items() if is_needed) + _taught(config) + _routes(config)
 
@@ -104,7 +104,7 @@ TEACHER_HIDDEN = StepCall(
 LOG_PROB = StepCall(
     role="actor",
     method="compute_log_prob",
-    when="several updates a step, KL in the reward, a correction, or the loss `clip_cov` or `kl_cov`",
+    when="several updates a step, KL in the reward, a correction, or the loss `clip_cov`, `kl_cov` or `m2po`",
     is_made=lambda config: needs_old_log_probs(config) and config.algorithm.router_replay != "R2",
     writes=("old_log_probs",),
     optional=("response_mask", "rollout_log_probs", "staleness", "routes"),

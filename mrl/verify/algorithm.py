@@ -1,7 +1,7 @@
 """Checks of an advantage or a policy loss, built in or the user's own, on random batches in float64.
 
-A result must not depend on masked tokens, nor on how the batch is divided into micro-batches and ranks: a run of
-several devices would otherwise learn something else than a run of one. If the module of `NAME` defines `NAME_oracle`,
+A result must not depend on masked tokens or on the division of the batch into micro-batches and ranks. Otherwise a run
+of several devices would learn something else than a run of one. If the module of `NAME` defines `NAME_oracle`,
 the formula in plain Python over lists, results must equal it.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mrl.algos.advantages import ADVANTAGES, AdvantageInputs, Advantages
 from mrl.algos.losses import POLICY_LOSSES, PolicyTokens, TokenLosses
-from mrl.config.algorithm import COVARIANCE_LOSSES, AlgorithmConfig, LossConfig
+from mrl.config.algorithm import CHOOSING_LOSSES, AlgorithmConfig, LossConfig
 from mrl.errors import NameUnknown
 from mrl.registry import load_attribute
 from mrl.verify.random_batch import RandomBatch
@@ -63,7 +63,7 @@ def verify_advantage(config: AlgorithmConfig) -> list[Finding]:
 
 
 def find_oracle(name: str) -> Callable[..., Any] | None:
-    """Return the oracle in the module of the user's own function. Return None if there is none."""
+    """Return the oracle in the module of the user's own function. Return None if the module has no oracle."""
     if ":" not in name:
         return None
     load_attribute(name)  # a wrong name is an error, not a missing oracle
@@ -85,7 +85,7 @@ def _run(checks: Mapping[str, Callable[[RandomBatch], str]]) -> list[Finding]:
 
 def _loss(batch: RandomBatch, config: LossConfig) -> tuple[PolicyTokens, TokenLosses]:
     tokens = batch.tokens
-    if config.policy in COVARIANCE_LOSSES:
+    if config.policy in CHOOSING_LOSSES:
         tokens = replace(tokens, selected_T=tokens.advantages_T.detach() > 0)
     return tokens, POLICY_LOSSES.resolve(config.policy)(tokens, config, **config.options)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
-from mrl.algos.covariance import UpdateTokens, select_tokens
+from mrl.algos.chosen_tokens import UpdateTokens, select_tokens
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
 from mrl.algos.rollout_correction import (
@@ -24,7 +24,7 @@ from mrl.algos.rollout_correction import (
 )
 from mrl.algos.rows import Rows
 from mrl.config import step_calls
-from mrl.config.algorithm import COVARIANCE_LOSSES, AlgorithmConfig, DistillationConfig
+from mrl.config.algorithm import CHOOSING_LOSSES, AlgorithmConfig, DistillationConfig
 from mrl.config.peft_settings import TENSORS_FILE
 from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.dtypes import torch_dtype
@@ -118,7 +118,7 @@ class ActorRolloutRefWorker(ModelWorker):
         names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", *step_calls.TEACHER_COLUMNS)
         columns = optional_values(batch, *names)
         loss = self._algorithm.loss
-        if loss.policy in COVARIANCE_LOSSES:
+        if loss.policy in CHOOSING_LOSSES:
             columns["selected"] = self._selected(batch, columns)
         rows = token_rows(batch, columns)
         norm = LossNormalizer.of(
@@ -129,15 +129,14 @@ class ActorRolloutRefWorker(ModelWorker):
         return self.update(rows, sizes, partial(policy_loss, self._algorithm, norm), request)
 
     def _selected(self, batch: DataProto, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return the tokens of this update that `clip_cov` or `kl_cov` treats differently."""
+        """Return the tokens of this update that the policy loss treats differently."""
         loss = self._algorithm.loss
         if "old_log_probs" not in columns:
             raise BatchError(f"{loss.policy} needs the column `old_log_probs`, which nothing has written")
         lengths_B, ids_B = torch.from_numpy(batch.lengths("responses").copy()), torch.from_numpy(batch.row_ids.copy())
         old_T, advantages_T = columns["old_log_probs"], columns["advantages"]
-        tokens = UpdateTokens(
-            Rows.of(lengths_B), response_mask(batch), old_T, advantages_T, ids_B, self.sum_over_shards
-        )
+        rows, rollout_T = Rows.of(lengths_B), columns.get("rollout_log_probs")
+        tokens = UpdateTokens(rows, response_mask(batch), old_T, advantages_T, ids_B, self.sum_over_shards, rollout_T)
         return select_tokens(tokens, loss)
 
     def _divergence(self) -> DivergenceRequest | None:

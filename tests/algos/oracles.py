@@ -280,6 +280,20 @@ def kl_cov(lp: float, old: float, a: float, penalized: bool, coef: float) -> tup
     return loss + coef * abs(x), loss + coef * ((x > 0) - (x < 0))
 
 
+def too_far(old: Row, rollout: Row, threshold: float) -> list[bool]:
+    """Whether M2PO drops each token of an update."""
+    squares = [(a - b) ** 2 for a, b in zip(old, rollout, strict=True)]
+    kept = sorted(squares)
+    while kept and math.fsum(kept) > threshold * len(kept):
+        kept = [x for x in kept if x < kept[-1]]
+    return [x > kept[-1] if kept else True for x in squares]
+
+
+def m2po(lp: float, old: float, a: float, dropped: bool) -> tuple[float, float]:
+    loss = 0.0 if dropped else -a * math.exp(clamp(lp - old, -20, 20))
+    return loss, loss
+
+
 POLICY_LOSSES = {
     "ppo": ppo,
     "gspo": gspo,
@@ -314,12 +328,27 @@ def correction(log_probs: list[Row], rollout: list[Row], level: str, beyond: str
             x = [math.fsum(x)] * len(x)
         elif level == "geometric":
             x = [mean(x)] * len(x)
+        elif level == "none":
+            x = [0.0] * len(x)
         ratios = [math.exp(clamp(value, -20, 20)) for value in x]
         if beyond == "truncate":
             result.append([clamp(ratio, low, high) for ratio in ratios])
         else:
             result.append([ratio if low <= ratio <= high else 0.0 for ratio in ratios])
     return result
+
+
+def rejects(log_probs: Row, rollout: Row, statistic: str, low: float, high: float) -> list[bool]:
+    """Whether a row's tokens are beyond the bounds."""
+    x = [clamp(a - b, -20, 20) for a, b in zip(log_probs, rollout, strict=True)]
+    unit, estimator = statistic.rsplit("_", 1)
+    formula = {"k1": lambda v: v, "k2": lambda v: v * v / 2, "k3": lambda v: math.exp(v) - 1 - v}[estimator]
+    values = [formula(v) for v in x]
+    of_row = {"seq_sum": math.fsum(values), "seq_mean": mean(values), "seq_max": max(values, default=0.0)}.get(unit)
+    values = values if of_row is None else [of_row] * len(values)
+    if estimator == "k1":
+        return [not low <= math.exp(v) <= high for v in values]
+    return [v > high for v in values]
 
 
 def mismatch(log_probs: list[Row], rollout: list[Row]) -> dict[str, float]:

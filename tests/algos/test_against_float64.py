@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -32,9 +33,17 @@ from mrl.algos.rollout_correction import (
     RATIO_LEVELS,
     correction_metrics,
     correction_weights,
+    kept_tokens,
     mismatch_metrics,
 )
-from mrl.config.algorithm import COVARIANCE_LOSSES, AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
+from mrl.config.algorithm import (
+    CHOOSING_LOSSES,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlConfig,
+    LossConfig,
+    RejectionConfig,
+)
 from tests.algos import oracles
 from tests.algos.cases import Case, all_cases
 
@@ -60,9 +69,9 @@ def norm_of(case: Case, mode: str) -> LossNormalizer:
 
 
 def test_all_names_are_tested() -> None:
-    assert set(POLICY_LOSSES) - {"vanilla", "geo_mean", *COVARIANCE_LOSSES} == set(oracles.POLICY_LOSSES)
+    assert set(POLICY_LOSSES) - {"vanilla", "geo_mean", *CHOOSING_LOSSES} == set(oracles.POLICY_LOSSES)
     assert set(KL_ESTIMATORS) - {"kl", "mse", "low_var_kl"} == {"k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"}
-    assert set(RATIO_LEVELS) == {"token", "sequence", "geometric"}
+    assert set(RATIO_LEVELS) == {"token", "sequence", "geometric", "none"}
     assert len(set(adv.ADVANTAGES)) == 12
 
 
@@ -307,6 +316,38 @@ def test_rollout_correction(level: str, beyond: str) -> None:
         assert close(found["rollout_is_eff_sample_size"], size)
 
 
+@pytest.mark.parametrize("statistic", get_args(get_type_hints(RejectionConfig)["statistic"]))
+def test_rejection(statistic: str) -> None:
+    num_rejected = 0
+    for number, case in enumerate(all_cases()):
+        low, high = (
+            [(0.5, 1.5), (0.8, 1.25)][number % 2] if statistic.endswith("k1") else (None, (0.02, 0.3)[number % 2])
+        )
+        rule = RejectionConfig(statistic=statistic, lower=low if low == 0.5 else None, upper=high)  # type: ignore[arg-type]
+        settings = CorrectionConfig(level=("none", "token")[number % 2], reject=[rule])
+        rows = list(zip(case.written("log_probs"), case.written("rollout"), strict=True))
+        rejected = [oracles.rejects(*row, statistic, low or 0.0, high) for row in rows]
+        weights = oracles.correction(*zip(*rows, strict=True), ("none", "token")[number % 2], "truncate", 0.0, 2.0)
+        expected = [
+            [0.0 if out else w for out, w in zip(*row, strict=True)] for row in zip(rejected, weights, strict=True)
+        ]
+        assert_tokens(case, correction_weights(case.pair, settings), expected)
+        figures, flat = correction_metrics(case.pair, settings), [out for row in rejected for out in row]
+        assert close(figures["rollout_rs_masked_fraction"], oracles.mean([float(out) for out in flat]))
+        of_rows = [float(any(row)) for row in rejected if row]
+        assert close(figures["rollout_rs_seq_masked_fraction"], oracles.mean(of_rows))
+        num_rejected += sum(flat)
+    assert num_rejected
+
+
+def test_a_token_must_be_within_all_bounds_of_rejection() -> None:
+    rules = [RejectionConfig(statistic="token_k2", upper=0.02), RejectionConfig(statistic="seq_max_k3", upper=0.5)]
+    for case in all_cases():
+        kept = [kept_tokens(case.pair, CorrectionConfig(level="none", reject=[rule])) for rule in rules]
+        both = kept_tokens(case.pair, CorrectionConfig(level="none", reject=rules))
+        assert torch.equal(both, kept[0] & kept[1])
+
+
 def test_mismatch_metrics() -> None:
     for case in all_cases():
         expected = oracles.mismatch(case.written("log_probs"), case.written("rollout"))
@@ -356,3 +397,17 @@ def test_overlong_penalty() -> None:
         else:
             expected.append(-0.5)
     assert overlong_penalty(torch.tensor(lengths), 100, 20, 0.5).tolist() == pytest.approx(expected)
+
+
+def test_own_functions_get_their_options() -> None:
+    own = "tests.verify.own_methods"
+    for case in all_cases()[:5]:
+        norm = norm_of(case, "token-sum")
+        once, thrice = (
+            actor_objective(case.policy_tokens, LossConfig(policy=f"{own}:scaled", options={"scale": scale}), norm).loss
+            for scale in (1.0, 3.0)
+        )
+        assert close(thrice, 3 * float(once))
+        config = AlgorithmConfig(advantage=f"{own}:offset", options={"by": 2.5})
+        advantages = estimate_advantages(AdvantageInputs(case.rows, case.mask_T), config)
+        assert advantages.advantages_T[case.mask_T].eq(2.5).all()

@@ -52,6 +52,7 @@ model:
   verify: true                                   # default
 algorithm:
   advantage: grpo                                # command line
+  options: {}                                    # default
   gamma: 1.0                                     # default
   lam: 1.0                                       # default
   lam_critic: null                               # default
@@ -66,6 +67,7 @@ algorithm:
     horizon_samples: 10000                       # default
   loss:
     policy: ppo                                  # default
+    options: {}                                  # default
     aggregation: token-mean                      # default
     horizon_tokens: null                         # default
     clip_low: 0.2                                # default
@@ -76,6 +78,7 @@ algorithm:
     cov_low: 1.0                                 # default
     cov_high: 5.0                                # default
     cov_kl_coef: 1.0                             # default
+    m2_threshold: 0.04                           # default
     dro_beta: 0.05                               # default
     vespo_k_pos: 2.0                             # default
     vespo_lambda_pos: 3.0                        # default

@@ -7,6 +7,7 @@ model did not write, and results are put back at their positions.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -267,6 +268,10 @@ def _policy_loss(
         clipped = -advantage * ratio.clamp(1 - low, 1 + high)
         chosen["pg_clipfrac"] = ((clipped > plain) & ~row.selected).double()
         return torch.max(plain, clipped) * ~row.selected, reports | chosen
+    if name == "m2po":
+        assert row.selected is not None, "select_tokens runs first"
+        kept = 1 - row.selected.double()
+        return -advantage * ratio * kept, reports | {"m2_masked": row.selected.double(), "pg_clipfrac": zeros}
     assert name == "gpg", name
     return -advantage * log_probs, reports | {"pg_clipfrac": zeros}
 
@@ -277,6 +282,14 @@ def select_tokens(loss: dict[str, Any], rows: Sequence[Row]) -> None:
     Of N tokens, n = max(1, floor(cov_share N)): for kl_cov, those with the highest Cov_t = (log pi_old_t - mean)
     (A_t - mean); for clip_cov, those with cov_low < Cov_t < cov_high whose hash of row and position is highest.
     """
+    if loss["policy"] == "m2po":
+        squares = [(row.columns["old_log_probs"] - row.columns["rollout"]) ** 2 for row in rows]
+        kept = torch.cat(squares).sort().values
+        while len(kept) and kept.mean() > loss["m2_threshold"]:
+            kept = kept[kept < kept[-1]]
+        for row, square in zip(rows, squares, strict=True):
+            row.selected = square > kept[-1] if len(kept) else torch.ones_like(square, dtype=torch.bool)
+        return
     if loss["policy"] not in ("clip_cov", "kl_cov"):
         return
     log_probs, advantages = (torch.cat([row.columns[name] for row in rows]) for name in ("old_log_probs", "advantages"))
@@ -308,14 +321,31 @@ def importance_ratio(level: str, row: Row) -> Tensor:
         log_ratio = log_ratio.sum().expand(len(log_ratio))
     elif level == "geometric" and len(log_ratio):
         log_ratio = log_ratio.mean().expand(len(log_ratio))
+    elif level == "none":
+        log_ratio = torch.zeros_like(log_ratio)
     return log_ratio.exp()
 
 
 def correction(settings: dict[str, Any], row: Row) -> Tensor:
-    """Return the ratio, clamped to the bounds, or 0 outside them."""
+    """Return the ratio, clamped to the bounds, or 0 outside them; 0 for rejected tokens."""
     ratio = importance_ratio(settings["level"], row)
     clamped = ratio.clamp(settings["lower"], settings["upper"])
-    return clamped if settings["beyond"] == "truncate" else torch.where(ratio == clamped, clamped, 0.0)
+    weights = clamped if settings["beyond"] == "truncate" else torch.where(ratio == clamped, clamped, 0.0)
+    return torch.where(is_rejected(settings, row), 0.0, weights)
+
+
+def is_rejected(settings: dict[str, Any], row: Row) -> Tensor:
+    """Return whether a rule rejects each token, or its whole row."""
+    x = row.columns["old_log_probs"] - row.columns["rollout"]
+    rejected = torch.zeros(len(x), dtype=torch.bool)
+    for rule in settings["reject"]:
+        unit, estimator = rule["statistic"].rsplit("_", 1)
+        value = {"k1": x, "k2": x**2 / 2, "k3": x.exp() - 1 - x}[estimator]
+        if unit != "token" and len(x):
+            value = {"seq_sum": value.sum(), "seq_mean": value.mean(), "seq_max": value.max()}[unit].expand(len(x))
+        lower = -math.inf if estimator != "k1" else math.log(rule["lower"] or 1 / rule["upper"])
+        rejected |= (value < lower) | (value > (math.log(rule["upper"]) if estimator == "k1" else rule["upper"]))
+    return rejected
 
 
 def value_loss(clip: float | None, values: Tensor, row: Row) -> tuple[Tensor, dict[str, Tensor]]:
@@ -349,7 +379,12 @@ def correction_figures(settings: dict[str, Any], rows: Sequence[Row]) -> dict[st
     weights = torch.cat([correction(settings, row) for row in rows])
     ratios = torch.cat([importance_ratio(settings["level"], row) for row in rows])
     squares = float((weights**2).sum())
-    return {
+    rejected = [is_rejected(settings, row) for row in rows]
+    shares = {
+        "mismatch/rollout_rs_masked_fraction": float(torch.cat(rejected).double().mean()),
+        "mismatch/rollout_rs_seq_masked_fraction": statistics.fmean(float(row.any()) for row in rejected if len(row)),
+    }
+    return (shares if settings["reject"] else {}) | {
         "mismatch/rollout_is_mean": float(weights.mean()),
         "mismatch/rollout_is_eff_sample_size": float(weights.sum() ** 2) / (len(weights) * squares) if squares else 0.0,
         "mismatch/rollout_is_ratio_fraction_high": float((ratios > settings["upper"]).double().mean()),

@@ -199,7 +199,9 @@ def _source(part: str) -> dict[str, Any]:
 def _correction(options: tuple[str, str] | None) -> dict[str, Any] | None:
     if options is None:
         return None
-    return {"level": options[0], "beyond": options[1], "upper": 1.2, "lower": 0.6}
+    rules = [{"statistic": "token_k1", "upper": 1.3}, {"statistic": "seq_max_k3", "upper": 0.02}]
+    reject = {"reject": rules} if options[0] == "sequence" else {}
+    return {"level": options[0], "beyond": options[1], "upper": 1.2, "lower": 0.6} | reject
 
 
 def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:

@@ -116,7 +116,7 @@ class Reference:
             num_samples > batch["samples_per_update"]
             or kl["where"] in ("reward", "both")
             or self.algorithm["correction"] is not None
-            or self.algorithm["loss"]["policy"] in ("clip_cov", "kl_cov")
+            or self.algorithm["loss"]["policy"] in ("clip_cov", "kl_cov", "m2po")
         ):
             add_column(rows, "old_log_probs", lambda row: self.log_probs(self.actor, row)[0])
             figures |= formulas.mismatch(rows)

@@ -102,3 +102,7 @@ def uncentered(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
 
 
 uncentered_oracle = centered_oracle
+
+
+def offset(inputs: AdvantageInputs, config: AlgorithmConfig, *, by: float) -> Advantages:
+    return Advantages(apply_mask(torch.full(inputs.mask_T.shape, by), inputs.mask_T))

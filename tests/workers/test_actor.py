@@ -14,7 +14,14 @@ from mrl.algos.aggregate import AGGREGATIONS
 from mrl.algos.kl import KL_ESTIMATORS
 from mrl.algos.losses import POLICY_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
-from mrl.config.algorithm import COVARIANCE_LOSSES, AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
+from mrl.config.algorithm import (
+    CHOOSING_LOSSES,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlConfig,
+    LossConfig,
+    RejectionConfig,
+)
 from mrl.config.step_calls import TEACHER_COLUMNS
 from mrl.controller.worker import registered_methods
 from mrl.engine.scores import ScoreRequest, Scores
@@ -108,8 +115,8 @@ def check(
 def test_every_policy_loss_in_every_aggregation(policy: str, aggregation: str) -> None:
     num_shards = 1 + 2 * (len(policy + aggregation) % 2)
     reports = check(config_of(replace(LOSS, policy=policy, aggregation=aggregation)), num_shards=num_shards)
-    never = policy in ("gpg", "sapo", "kl_cov", "dro", "vespo")
-    assert 0 < reports.get("cov_selected", 0.5) < 1
+    never = policy in ("gpg", "sapo", "kl_cov", "dro", "vespo", "m2po")
+    assert 0 < reports.get("cov_selected", reports.get("m2_masked", 0.5)) < 1
     assert never or 0 < reports["pg_clipfrac"] < 1, "some tokens are clipped, and some are not"
     assert reports.get("pg_clipfrac_lower", 0.5) > 0
 
@@ -151,6 +158,14 @@ def test_the_correction_weighs_the_policy_loss(level: str, beyond: str, lower: f
     check(config_of(correction=correction), num_shards=2)
 
 
+def test_rejected_tokens_have_no_loss() -> None:
+    rules = [RejectionConfig(statistic="token_k1", upper=1.3), RejectionConfig(statistic="seq_max_k3", upper=0.2)]
+    reports, plain = (
+        check(config_of(correction=CorrectionConfig(reject=reject)), num_shards=2) for reject in (rules, [])
+    )
+    assert reports["pg_loss"] != plain["pg_loss"]
+
+
 def test_the_correction_weighs_the_kl_and_not_the_entropy() -> None:
     correction = CorrectionConfig(level="token", beyond="mask", upper=1.3, lower=0.7)
     loss = replace(LOSS, entropy_coef=0.03)
@@ -161,7 +176,7 @@ def test_the_correction_weighs_the_kl_and_not_the_entropy() -> None:
     assert reports["entropy"] == plain["entropy"]
 
 
-@pytest.mark.parametrize("policy", sorted({*POLICY_LOSSES} - {*COVARIANCE_LOSSES}))
+@pytest.mark.parametrize("policy", sorted({*POLICY_LOSSES} - {*CHOOSING_LOSSES}))
 @pytest.mark.parametrize("with_correction", [False, True])
 def test_without_old_log_probs_the_policys_own_are_meant(policy: str, with_correction: bool) -> None:
     rows = make_rows("advantages", "rollout_log_probs")
@@ -171,7 +186,7 @@ def test_without_old_log_probs_the_policys_own_are_meant(policy: str, with_corre
     assert reports["pg_clipfrac"] == 0
 
 
-@pytest.mark.parametrize("policy", COVARIANCE_LOSSES)
+@pytest.mark.parametrize("policy", CHOOSING_LOSSES)
 def test_losses_by_covariance_need_old_log_probs(policy: str) -> None:
     with pytest.raises(BatchError, match=f"{policy} needs the column `old_log_probs`"):
         check(config_of(replace(LOSS, policy=policy)), rows=make_rows("advantages"))

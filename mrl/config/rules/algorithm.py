@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.algorithm import ADVANTAGES, COVARIANCE_LOSSES, VECTOR_ADVANTAGES
+from mrl.config.algorithm import ADVANTAGES, CHOOSING_LOSSES, VECTOR_ADVANTAGES, CorrectionConfig
 from mrl.config.arithmetic import updates_per_step
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
@@ -40,6 +40,8 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
         ahead = f"{config.asynchrony.ahead} batches ahead"
         what = f"{ahead}: samples of older weights would be used as if the current weights had drawn them"
         yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
+    if algorithm.correction is not None:
+        yield from _rejection(algorithm.correction)
     yield from _covariance(config)
     yield from _without_penalties(config)
     yield from _several_rewards(config)
@@ -48,13 +50,31 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
         yield from _router_replay(config)
 
 
+def _rejection(correction: CorrectionConfig) -> Iterator[Problem]:
+    """Yield bounds that keep nothing or have no effect."""
+    key = "algorithm.correction"
+    if correction.level == "none" and not correction.reject:
+        yield problem(
+            f"{key}.level", "none weighs nothing, and nothing is rejected", f"{key}=null, or {key}.level=token"
+        )
+    for number, rule in enumerate(correction.reject):
+        of_rule, lower = f"{key}.reject.{number}", 1 / rule.upper if rule.lower is None else rule.lower
+        if not rule.statistic.endswith("k1"):
+            if rule.lower is not None:
+                what = f"{rule.statistic} is at least 0 and has only an upper bound"
+                yield problem(f"{of_rule}.lower", what, "remove it")
+        elif lower >= rule.upper:
+            what = f"no ratio is above {lower:g} and below upper, which is {rule.upper:g}"
+            yield problem(f"{of_rule}.{'upper' if rule.lower is None else 'lower'}", what, f"{of_rule}.upper=2")
+
+
 def _covariance(config: Config) -> Iterator[Problem]:
     """Yield what keeps `clip_cov` and `kl_cov` from the covariances of their paper."""
     loss, distillation = config.algorithm.loss, config.algorithm.distillation
     if loss.policy == "clip_cov" and loss.cov_low >= loss.cov_high:
         key, what = "algorithm.loss.cov_low", f"no covariance is above {loss.cov_low:g} and below {loss.cov_high:g}"
         yield problem(key, what, f"{key}={min(1.0, loss.cov_high - 1):g}")
-    if loss.policy in COVARIANCE_LOSSES and distillation is not None and distillation.form == "advantage":
+    if loss.policy in CHOOSING_LOSSES and distillation is not None and distillation.form == "advantage":
         what = f"{loss.policy} reads the covariance of advantages before the teacher's part is added to them"
         yield problem(f"{_DISTILLATION}.form", what, f"{_DISTILLATION}.form=top_k, or algorithm.loss.policy=ppo")
 

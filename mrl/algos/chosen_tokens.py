@@ -1,4 +1,5 @@
-"""Tokens whose log-prob and advantage vary together. They lower the entropy of the policy most (arXiv 2505.22617).
+"""Tokens that a policy loss treats differently: those whose log-prob and advantage vary together, which lower the
+entropy of the policy most (arXiv 2505.22617), or those farthest from the policy that drew them (arXiv 2510.01161).
 
 The choice covers all tokens of an update, on all ranks. It reads log-probs from before the step, so that it is known
 before the first micro-batch and does not depend on the layout.
@@ -11,11 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mrl.algos.global_order import largest, rising, smallest_within_mean
 from mrl.algos.rows import Reduce, Rows, apply_mask, identity
 from mrl.config.algorithm import LossConfig
-
-_DIGIT_BITS = 16
-_DIGITS = 1 << _DIGIT_BITS
+from mrl.errors import BatchError
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,39 @@ class UpdateTokens:
     advantages_T: Tensor
     row_ids_B: Tensor
     sum_over_ranks: Reduce = identity
+    rollout_log_probs_T: Tensor | None = None
+    """Log-probs of the engines, for `m2po`."""
 
 
 def select_tokens(tokens: UpdateTokens, config: LossConfig) -> Tensor:
-    """Return the tokens that `clip_cov` drops, or that `kl_cov` penalizes.
+    """Return the tokens that `clip_cov` or `m2po` drops, or that `kl_cov` penalizes.
 
-    Of N tokens, these are n = max(1, floor(cov_share N)). For `kl_cov`, the n highest covariances, and others equal to
-    the lowest of them. For `clip_cov`, n of those with cov_low < Cov_t < cov_high, or all if there are fewer. A hash of
-    row and position draws them, so that a token has the same chance as any other, in every layout.
+    For the covariances, of N tokens, these are n = max(1, floor(cov_share N)). For `kl_cov`, the n highest covariances,
+    and others equal to the lowest of them. For `clip_cov`, n of those with cov_low < Cov_t < cov_high, or all if there
+    are fewer. A hash of row and position draws them, so that a token has the same chance as any other, in every layout.
     """
+    if config.policy == "m2po":
+        return _far_tokens(tokens, config.m2_threshold)
     covariance_T, num_tokens = covariances(tokens)
     num_chosen = max(1, int(config.cov_share * num_tokens))
-    eligible_T, keys_T = tokens.mask_T, _rising(covariance_T)
+    eligible_T, keys_T = tokens.mask_T, rising(covariance_T)
     if config.policy == "clip_cov":
         eligible_T = eligible_T & (covariance_T > config.cov_low) & (covariance_T < config.cov_high)
         keys_T = _hashes(tokens)
-    return _largest(keys_T, eligible_T, num_chosen, tokens.sum_over_ranks)
+    return largest(keys_T, eligible_T, num_chosen, tokens.sum_over_ranks)
+
+
+def _far_tokens(tokens: UpdateTokens, threshold: float) -> Tensor:
+    """Return the tokens with the largest (log pi_old - log pi_engine)^2: as few as leave a mean of at most the
+    threshold, and all that equal the smallest of them."""
+    if tokens.rollout_log_probs_T is None:
+        raise BatchError("m2po needs the column `rollout_log_probs`, which is missing")
+    mask_T = tokens.mask_T
+    old_T, rollout_T = (
+        apply_mask(x_T.detach().double(), mask_T) for x_T in (tokens.old_log_probs_T, tokens.rollout_log_probs_T)
+    )
+    near_T = smallest_within_mean((old_T - rollout_T).square(), mask_T, threshold, tokens.sum_over_ranks)
+    return mask_T & ~near_T
 
 
 def covariances(tokens: UpdateTokens) -> tuple[Tensor, int]:
@@ -55,33 +72,6 @@ def covariances(tokens: UpdateTokens) -> tuple[Tensor, int]:
     mean_log_prob, mean_advantage = (total / max(count, 1.0) for total in totals)
     covariance_T = (columns[0] - mean_log_prob) * (columns[1] - mean_advantage)
     return apply_mask(covariance_T, mask_T), int(count)
-
-
-def _largest(keys_T: Tensor, eligible_T: Tensor, count: int, sum_over_ranks: Reduce) -> Tensor:
-    """Return the eligible tokens with the `count` largest keys over all ranks, and all that equal the smallest of them.
-
-    The ranks count the keys by digit, highest digit first: exact, and the same for any division into ranks.
-    """
-    chosen_T, open_T, left = torch.zeros_like(eligible_T), eligible_T, count
-    for shift in range(64 - _DIGIT_BITS, -1, -_DIGIT_BITS):
-        digit_T = (keys_T >> shift) & (_DIGITS - 1)
-        if shift == 64 - _DIGIT_BITS:
-            digit_T = (keys_T >> shift) + _DIGITS // 2  # keys are signed
-        counts = sum_over_ranks(torch.bincount(digit_T[open_T], minlength=_DIGITS).double())
-        at_least = counts.flip(0).cumsum(0).flip(0)
-        if at_least[0] <= left:
-            return chosen_T | open_T
-        pivot = int((at_least >= left).sum()) - 1
-        chosen_T = chosen_T | (open_T & (digit_T > pivot))
-        left -= int(at_least[pivot] - counts[pivot])
-        open_T = open_T & (digit_T == pivot)
-    return chosen_T | open_T
-
-
-def _rising(x_T: Tensor) -> Tensor:
-    """Return integers in the order of these float64."""
-    bits_T = (x_T + 0.0).view(torch.int64)  # adding 0 turns -0 into 0
-    return bits_T ^ ((bits_T >> 63) & torch.iinfo(torch.int64).max)
 
 
 def _hashes(tokens: UpdateTokens) -> Tensor:

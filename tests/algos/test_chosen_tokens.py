@@ -1,4 +1,4 @@
-"""The losses that choose tokens by covariance, and their choice, against float64 loops over the whole update."""
+"""The losses that choose tokens, and their choice, against float64 loops over the whole update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
-from mrl.algos.covariance import UpdateTokens, covariances, select_tokens
+from mrl.algos.chosen_tokens import UpdateTokens, covariances, select_tokens
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import actor_objective
 from mrl.algos.rows import Rows
@@ -30,6 +30,7 @@ def config_of(name: str, number: int) -> LossConfig:
         cov_low=low,
         cov_high=high,
         cov_kl_coef=0.3,
+        m2_threshold=(0.04, 0.3, 5.0, 0.001)[number % 4],
         clip_low=0.1,
         dual_clip=1.01,
     )
@@ -37,7 +38,8 @@ def config_of(name: str, number: int) -> LossConfig:
 
 def update_of(case: Case) -> UpdateTokens:
     ids_B = torch.arange(case.rows.num_rows) + 3
-    return UpdateTokens(case.rows, case.mask_T, case.column("old"), case.column("advantages"), ids_B)
+    columns = (case.mask_T, case.column("old"), case.column("advantages"))
+    return UpdateTokens(case.rows, *columns, ids_B, rollout_log_probs_T=case.column("rollout"))
 
 
 def places(case: Case) -> list[tuple[int, int]]:
@@ -46,14 +48,16 @@ def places(case: Case) -> list[tuple[int, int]]:
 
 
 def chosen_of(case: Case, config: LossConfig) -> list[bool]:
+    if config.policy == "m2po":
+        return oracles.too_far(*(oracles.flat(case.written(name)) for name in ("old", "rollout")), config.m2_threshold)
     old, advantages = (oracles.flat(case.written(name)) for name in ("old", "advantages"))
     return oracles.chosen_by_covariance(
         config.policy, old, advantages, places(case), config.cov_share, (config.cov_low, config.cov_high)
     )
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_tokens_are_chosen_by_the_covariance_of_the_whole_update(name: str) -> None:
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
+def test_tokens_are_chosen_from_the_whole_update(name: str) -> None:
     num_some = 0
     for number, case in enumerate(all_cases()):
         config, tokens = config_of(name, number), update_of(case)
@@ -68,7 +72,7 @@ def test_tokens_are_chosen_by_the_covariance_of_the_whole_update(name: str) -> N
     assert num_some > len(all_cases()) / 2
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
 def test_the_loss_its_gradient_and_its_reports(name: str) -> None:
     for number, case in enumerate(all_cases()):
         config = config_of(name, number)
@@ -82,14 +86,16 @@ def test_the_loss_its_gradient_and_its_reports(name: str) -> None:
         objective = actor_objective(tokens, config, norm)
         (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
         columns = [oracles.flat(case.written(column)) for column in ("log_probs", "old", "advantages")]
-        numbers = (config.clip_low, config.clip_high) if name == "clip_cov" else (config.cov_kl_coef,)
+        numbers = {"clip_cov": (config.clip_low, config.clip_high), "kl_cov": (config.cov_kl_coef,), "m2po": ()}[name]
         formula = getattr(oracles, name)
         expected = [formula(*token, *numbers) for token in zip(*columns, chosen, strict=True)]
         assert float(objective.loss) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-9, abs=1e-9)
         assert gradient_T[case.mask_T].tolist() == pytest.approx([slope for _, slope in expected], rel=1e-9, abs=1e-12)
         assert not gradient_T[~case.mask_T].any()
         reports = objective.reports
-        assert float(reports["cov_selected"]) == pytest.approx(oracles.mean([float(x) for x in chosen]))
+        assert float(reports["m2_masked" if name == "m2po" else "cov_selected"]) == pytest.approx(
+            oracles.mean([float(x) for x in chosen])
+        )
         still = PolicyTokens(case.rows, case.mask_T, log_probs_T, log_probs_T, case.column("advantages"), selected_T)
         assert float(actor_objective(still, config, norm).reports["pg_clipfrac"]) == 0
         if name == "clip_cov":
@@ -99,7 +105,7 @@ def test_the_loss_its_gradient_and_its_reports(name: str) -> None:
             assert float(reports["pg_clipfrac"]) == pytest.approx(oracles.mean(clipped))
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
 def test_ranks_change_no_choice(name: str) -> None:
     for number in range(12):
         case, config = make_case(number), config_of(name, number)
@@ -115,10 +121,11 @@ def test_ranks_change_no_choice(name: str) -> None:
             dealt: list[list[int]] = dealt,
             config: LossConfig = config,
         ) -> Tensor:
-            columns = (case.mask_T, case.column("old"), case.column("advantages"))
-            rows, (mask_T, old_T, advantages_T) = take_rows(case.rows, dealt[rank], *columns)
+            columns = (case.mask_T, *(case.column(name) for name in ("old", "advantages", "rollout")))
+            rows, (mask_T, old_T, advantages_T, rollout_T) = take_rows(case.rows, dealt[rank], *columns)
             ids_B = torch.tensor(dealt[rank], dtype=torch.int64) + 3
-            return select_tokens(UpdateTokens(rows, mask_T, old_T, advantages_T, ids_B, sum_over_ranks), config)
+            tokens = UpdateTokens(rows, mask_T, old_T, advantages_T, ids_B, sum_over_ranks, rollout_T)
+            return select_tokens(tokens, config)
 
         for chosen, found_T in zip(dealt, on_ranks(work, 3), strict=True):
             _, (expected_T,) = take_rows(case.rows, chosen, whole_T)
