@@ -1,9 +1,6 @@
 """Low-rank adapters on Megatron's linear layers: y = W x becomes y = W x + scale * B A x, with W frozen.
 
-Communication is `rank` numbers wide. A column-parallel layer applies A to the rank's own tokens, then gathers the
-results. A row-parallel layer applies A to the rank's own columns, then sums the results over the tensor ranks, then
-applies B. A factor that every tensor rank holds whole sees only the rank's own tokens with sequence parallelism:
-Megatron sums its gradient over the tensor ranks, because it is marked.
+`adapter_product.py` computes the addition.
 """
 
 from __future__ import annotations
@@ -19,16 +16,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor
-from torch.nn.functional import linear, pad
 
 from mrl.config.lora import LoraConfig
+from mrl.engine.adapter_product import AdapterProduct, rows_of_outputs
+from mrl.engine.base_digest import is_first_copy
 from mrl.engine.merging import Key, MergedWeights
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
@@ -77,46 +69,30 @@ class Adapters:
                 torch.empty(shard.shape, dtype=chunk.config.params_dtype, device=groups.device)
             )
             parameter.tensor_model_parallel = shard.split or shard.expert  # Megatron's mark for the gradient norm
+            parameter.shared = shard.expert and not shard.split and groups.at.etp > 0  # the norm leaves copies out
             parameter.sequence_parallel = chunk.config.sequence_parallel and not (shard.split or shard.expert)
             if shard.expert:  # otherwise Megatron would reduce it over all data-parallel ranks
                 parameter.allreduce = groups.parallel.ep == 1 and groups.parallel.etp == groups.parallel.tp
             module.register_parameter(prefix + name, parameter)
             made.append(parameter)
-        rows = _rows_of_outputs(pair)
-        rows = None if rows is None else rows.to(groups.device)
         self._held.append((pair, made[0], made[1]))
-        module.register_forward_hook(partial(self._add, self._held[-1], rows, chunk.config.sequence_parallel))
+        rows, config = rows_of_outputs(pair), chunk.config
+        product = AdapterProduct(
+            *self._held[-1],
+            self.lora.scale,
+            config.sequence_parallel,
+            None if rows is None else rows.to(groups.device),
+            groups.etp if pair.weight.expert and groups.parallel.etp > 1 else None,
+        )
+        module.register_forward_hook(partial(self._add, product))
 
     def _add(
-        self,
-        held: tuple[AdapterPair, torch.nn.Parameter, torch.nn.Parameter],
-        rows: Tensor | None,
-        sequence_parallel: bool,
-        module: Any,
-        inputs: tuple[Tensor, ...],
-        output: tuple[Tensor, Tensor | None],
+        self, product: AdapterProduct, module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output of a linear layer with the addition of its adapters."""
         if not (self.is_on and self.is_selected):
             return output
-        (pair, a, b), (value, bias) = held, output
-        low = linear(inputs[0], a) * self.lora.scale
-        if pair.split == "columns":
-            reduce = reduce_scatter_to_sequence_parallel_region
-            low = reduce(low) if sequence_parallel else reduce_from_tensor_model_parallel_region(low)
-        elif pair.split == "rows":
-            gather = gather_from_sequence_parallel_region
-            low = gather(low) if sequence_parallel else copy_to_tensor_model_parallel_region(low)
-        lows = torch.split(low, self.lora.rank, -1)
-        factors = torch.split(b, list(pair.num_rows))
-        if rows is None and not torch.is_grad_enabled():
-            for target, part, factor in zip(torch.split(value, list(pair.num_rows), -1), lows, factors, strict=True):
-                target += linear(part, factor)
-            return value, bias
-        added = torch.cat([linear(part, factor) for part, factor in zip(lows, factors, strict=True)], -1)
-        if rows is not None:  # `index_add` would keep the addition for the backward pass
-            added = pad(added, (0, 1)).index_select(-1, rows)
-        return value + added, bias
+        return product.add_to(output[0], inputs[0]), output[1]
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -143,8 +119,8 @@ class Adapters:
         boxes: list[tuple[str, Region, Tensor]] = []
         at = groups.at
         for shard, parameter in self.held():
-            is_first_copy = at.edp == 0 if shard.expert else at.dp == at.cp == 0 and (shard.split or at.tp == 0)
-            if is_first_copy:
+            is_first = at.edp == 0 if shard.expert else at.dp == at.cp == 0
+            if is_first and is_first_copy(shard, at.etp if shard.expert else at.tp):
                 boxes += [(x.hf, x.source, parameter.detach()[slices(x.target)].cpu()) for x in shard.pieces]
         is_first = groups.at.rank == 0
         everything: list[Any] | None = [None] * torch.distributed.get_world_size() if is_first else None
@@ -200,14 +176,3 @@ def _linear_layer(chunk: TokenModel, weight: str) -> Any:
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     """Make the first layer's input need a gradient: recomputation skips layers whose inputs need none."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
-
-
-def _rows_of_outputs(pair: AdapterPair) -> Tensor | None:
-    """Return the row of `lora_b` of each output, one after the last if it has none. None if they are in order."""
-    num_outputs, num_rows = pair.weight.shape[0], pair.b.shape[0]
-    starts, stops = zip(*pair.outputs, strict=True)
-    if (*starts, num_outputs) == (0, *stops):
-        return None
-    rows = torch.full((num_outputs,), num_rows)
-    rows[torch.cat([torch.arange(*run) for run in pair.outputs])] = torch.arange(num_rows)
-    return rows

@@ -83,9 +83,6 @@ def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None, ki
     if num_experts is not None and model.lora.base == "actor":
         what = "routers of a model with experts count the tokens of one role only"
         yield problem(f"{role}.lora.base", what, f"{role}.lora.base=own")
-    if has_expert_adapters and model.parallel.etp > 1:
-        what = f"an expert with adapters cannot be split over ranks yet, but etp is {model.parallel.etp}"
-        yield problem(f"{role}.parallel.etp", what, f"{role}.parallel.etp=1")
     if has_expert_adapters and model.megatron.get("moe_grouped_gemm"):
         what = f"experts with adapters are multiplied one by one, but {role}.lora.targets includes experts"
         yield problem(f"{role}.megatron.moe_grouped_gemm", what, "remove this key")
