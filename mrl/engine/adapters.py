@@ -25,9 +25,9 @@ from mrl.engine.merging import Key, MergedWeights
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.separate_norms import check_separate_norms
+from mrl.engine.weights import rank_place
 from mrl.errors import EngineError
 from mrl.models.adapters import AdapterPair, adapter_pairs, adapter_tensors
-from mrl.models.layout import RankPlace
 from mrl.models.regions import Region, Shape, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard
@@ -53,8 +53,7 @@ class Adapters:
                 chunk.embedding.register_forward_hook(_with_gradient)
             if chunk.post_process and head == "score":
                 chunk.score.requires_grad_(True)
-        place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
-        for pair in adapter_pairs(spec, lora, groups.parallel, place):
+        for pair in adapter_pairs(spec, lora, groups.parallel, rank_place(groups)):
             self._attach(chunks[pair.weight.chunk], pair, groups)
         for chunk in chunks:
             check_separate_norms(chunk)

@@ -88,6 +88,11 @@ def adapts_experts(spec: ModelSpec, lora: LoraConfig) -> bool:
     return spec.moe is not None and not spec.sinks and lora.has_expert_targets
 
 
+def splits_experts(spec: ModelSpec, lora: LoraConfig) -> bool:
+    """Return whether each expert is multiplied by itself: it has adapters, or its weights are in FP8."""
+    return adapts_experts(spec, lora) or (spec.moe is not None and lora.base_quantization is not None)
+
+
 def adapter_flops_per_token(spec: ModelSpec, lora: LoraConfig) -> float:
     """Return the forward FLOPs of the adapters for one token, with the experts that it uses."""
     used = spec.moe.experts_per_token / spec.moe.num_experts if spec.moe else 1.0
