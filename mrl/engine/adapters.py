@@ -10,6 +10,7 @@ import mrl.engine.with_megatron  # noqa: F401
 # isort: split
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -26,12 +27,12 @@ from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.separate_norms import check_separate_norms
 from mrl.engine.weights import rank_place
-from mrl.errors import EngineError
 from mrl.models.adapters import AdapterPair, adapter_pairs, adapter_tensors
 from mrl.models.regions import Region, Shape, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard
 
+_OF_EXPERT = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])")
 ReadBox = Callable[[str, Region], Tensor]
 """Returns a box of an adapter, by PEFT's name."""
 
@@ -47,6 +48,8 @@ class Adapters:
         self.is_selected = True
         """Whether this role is at work, if several roles have adapters on the same frozen model."""
         self._held: list[tuple[AdapterPair, torch.nn.Parameter, torch.nn.Parameter]] = []
+        self._together: dict[int, list[AdapterProduct]] = {}
+        """Products of experts that one layer multiplies together, in the order of the experts."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             if chunk.pre_process:
@@ -59,10 +62,10 @@ class Adapters:
             check_separate_norms(chunk)
 
     def _attach(self, chunk: TokenModel, pair: AdapterPair, groups: ParallelGroups) -> None:
-        module: Any = _linear_layer(chunk, pair.weight.name)
-        assert tuple(module.weight.shape) == pair.weight.shape, f"{pair.weight.name} is not the table's"
+        module, weight, expert = _linear_layer(chunk, pair.weight.name)
+        assert tuple(getattr(module, weight).shape) == pair.weight.shape, f"{pair.weight.name} is not the table's"
         made: list[Any] = []
-        prefix = "critic_" if hasattr(module, "lora_a") else ""  # the first adapters are the actor's
+        prefix = "critic_" if hasattr(module, "lora_a") else expert  # the first adapters are the actor's
         for name, shard in (("lora_a", pair.a), ("lora_b", pair.b)):
             parameter: Any = torch.nn.Parameter(
                 torch.empty(shard.shape, dtype=chunk.config.params_dtype, device=groups.device)
@@ -83,15 +86,39 @@ class Adapters:
             None if rows is None else rows.to(groups.device),
             groups.etp if pair.weight.expert and groups.parallel.etp > 1 else None,
         )
-        module.register_forward_hook(partial(self._add, product))
+        if not expert:
+            module.register_forward_hook(partial(self._add, product))
+            return
+        if id(module) not in self._together:
+            self._together[id(module)] = []
+            module.register_forward_hook(partial(self._add_together, self._together[id(module)]))
+        self._together[id(module)].append(product)
+
+    @property
+    def _applies(self) -> bool:
+        return self.is_on and self.is_selected
 
     def _add(
         self, product: AdapterProduct, module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output of a linear layer with the addition of its adapters."""
-        if not (self.is_on and self.is_selected):
+        if not self._applies:
             return output
         return product.add_to(output[0], inputs[0]), output[1]
+
+    def _add_together(
+        self,
+        products: Sequence[AdapterProduct],
+        module: Any,
+        inputs: tuple[Tensor, list[int]],
+        output: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of experts that are multiplied together: their tokens lie one expert after another."""
+        if not self._applies:
+            return output
+        tokens, counts = inputs
+        parts = zip(products, torch.split(output[0], counts), torch.split(tokens, counts), strict=True)
+        return torch.cat([product.add_to(value, x) for product, value, x in parts]), output[1]
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -162,14 +189,13 @@ def _initial_value(name: str, shape: Shape, lora: LoraConfig, seed: int) -> Tens
     return torch.empty(shape).uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
 
 
-def _linear_layer(chunk: TokenModel, weight: str) -> Any:
-    """Return the layer of a weight. Raise an error if its experts are multiplied together."""
+def _linear_layer(chunk: TokenModel, weight: str) -> tuple[Any, str, str]:
+    """Return the layer of a weight, the weight's name in it, and the beginning of its adapters' names if the layer
+    multiplies several experts together."""
     name = weight.removesuffix(".weight")
-    try:
-        return chunk.get_submodule(name)
-    except AttributeError as error:
-        what = f"`{name}` is part of experts that are multiplied together, which cannot have adapters yet"
-        raise EngineError(what, fix="set megatron.moe_grouped_gemm=false") from error
+    if (expert := _OF_EXPERT.fullmatch(name)) and not hasattr(chunk.get_submodule(expert[1]), "local_experts"):
+        return chunk.get_submodule(f"{expert[1]}.{expert[3]}"), f"weight{expert[2]}", f"expert{expert[2]}_"
+    return chunk.get_submodule(name), "weight", ""
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:

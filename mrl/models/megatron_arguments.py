@@ -133,7 +133,8 @@ def fused_kernels(spec: ModelSpec, lora: LoraConfig | None = None) -> dict[str, 
     """Return the arguments of `TransformerConfig` that fuse kernels, including all experts of a layer.
 
     Transformer Engine has these kernels on GPUs. Engines and plans use them unless the user sets something else.
-    Experts with adapters, and those of a frozen model in FP8, are multiplied one by one.
+    Experts of a frozen model in FP8 are multiplied one by one. Experts with adapters are too, unless the user sets
+    `moe_grouped_gemm`.
     """
     names = ["bias_activation_fusion", "gradient_accumulation_fusion"]
     if spec.mla is None:

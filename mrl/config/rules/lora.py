@@ -104,9 +104,6 @@ def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None, ki
     if num_experts is not None and model.lora.base_quantization and model.megatron.get("moe_grouped_gemm"):
         what = f"experts in FP8 are multiplied one by one, and {role}.lora.base_quantization is set"
         yield problem(f"{role}.megatron.moe_grouped_gemm", what, "remove this key")
-    elif has_expert_adapters and model.megatron.get("moe_grouped_gemm"):
-        what = f"experts with adapters are multiplied one by one, but {role}.lora.targets includes experts"
-        yield problem(f"{role}.megatron.moe_grouped_gemm", what, "remove this key")
 
 
 def _engines(config: Config, rank: int) -> Iterator[Problem]:
