@@ -83,7 +83,10 @@ def _merge(resolved: Resolved[Config], adapter: str, out: Path) -> None:
     from mrl.dtypes import torch_dtype
     from mrl.engine.adapter_files import merge_peft
 
-    loss = merge_peft(adapter, model_directory(name, download=True), torch_dtype(config.actor.dtype), out)
+    lora, dtype = config.actor.lora, torch_dtype(config.actor.dtype)
+    quantization = None if lora is None else lora.base_quantization
+    source = model_directory(name, download=True)
+    loss = merge_peft(adapter, source, dtype, out, base_quantization=quantization)
     print(f"{adapter}, merged: {loss}", file=sys.stderr)
 
 

@@ -160,6 +160,8 @@ def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[st
     if role == "actor" and isinstance(config, Config) and has_reference(config):
         kind = "this role with its adapters off" if config.actor.lora is not None else "a frozen copy of this role"
         yield f"  The reference model is {kind}: same processes, same layout."
+    if (lora := getattr(model, "lora", None)) is not None and lora.base_quantization is not None:
+        yield "  Linear layers of the frozen model are in FP8, with one scale per block of 128 x 128."
     if role not in config.trained_roles():
         yield "  It is frozen, and scores whole steps."
     room, of_rank = share.tokens_per_micro_batch, share.samples_per_rank

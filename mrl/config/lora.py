@@ -68,6 +68,10 @@ class LoraConfig:
     base: Literal["own", "actor"] = "own"
     """For `critic.lora`. `actor` puts the critic's adapters on the frozen model of the actor, in the actor's processes:
     a device holds the model once. `own` loads a copy."""
+    base_quantization: Literal["fp8_per_block"] | None = None
+    """Keep the linear layers of the frozen model in FP8, about one byte per weight instead of two. `fp8_per_block` has
+    one scale per block of 128 x 128, a power of two, so that bfloat16 holds each weight exactly. Engines get these
+    weights, and merged exports add the adapters to them. Gates, norms, embeddings and heads keep their dtype."""
     sync: Literal["adapters", "merged"] = "adapters"
     """How engines get the policy: as `adapters`, which they apply like the trainer; or as `merged` weights, which any
     engine can use, but rounding removes most of a small update (`sync/lost_update`)."""

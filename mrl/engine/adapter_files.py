@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +23,8 @@ from mrl.engine.merging import RoundingLoss
 from mrl.errors import EngineError
 from mrl.models.adapters import adapter_names, adapter_tensors, target_of
 from mrl.models.families import read_spec
+from mrl.models.fp8_base import fp8_tensors
+from mrl.models.fp8_exact import rounded_to_fp8
 from mrl.models.hf_reader import HfReader
 from mrl.models.hf_writer import HfWriter
 from mrl.models.peft_reader import PeftReader
@@ -104,10 +107,21 @@ def export_merged(
     return len(sums) + (head == "score"), merged.loss
 
 
-def merge_peft(path: str, source: Path, dtype: torch.dtype, target: Path, head: Head = "lm") -> RoundingLoss:
-    """Write the model `source` with the adapters of PEFT's files added in float32. Return the loss of rounding."""
+def merge_peft(
+    path: str,
+    source: Path,
+    dtype: torch.dtype,
+    target: Path,
+    head: Head = "lm",
+    base_quantization: Literal["fp8_per_block"] | None = None,
+) -> RoundingLoss:
+    """Write the model `source` with the adapters of PEFT's files added in float32. Return the loss of rounding.
+
+    The files do not say whether the adapters belong to a quantized model.
+    """
     reader = PeftReader(path)
-    merged = _Merged(source, head, reader.lora, lambda name: reader.read(name, whole(shapes[name])).float())
+    lora = replace(reader.lora, base_quantization=base_quantization)
+    merged = _Merged(source, head, lora, lambda name: reader.read(name, whole(shapes[name])).float())
     reader.check(merged.spec, reader.lora)
     shapes = adapter_tensors(merged.spec, reader.lora)
     with HfWriter(target, merged.spec, source, head, dtype) as writer:
@@ -130,8 +144,10 @@ class _Merged:
         """Yield name, frozen value as trained, and merged value in float32 of each tensor."""
         reader, wide, scale = HfReader(self._source), float32_tensors(self.spec), self._lora.scale
         adapters = adapter_tensors(self.spec, self._lora)
+        in_fp8 = fp8_tensors(self.spec) if self._lora.base_quantization else ()
         for name, shape in self.shapes.items():
             base = reader.read(name, whole(shape)).to(torch.float32 if name in wide else trained)
+            base = rounded_to_fp8(base) if name in in_fp8 else base
             a, b = adapter_names(name)
             merged = base.float()
             if a in adapters:

@@ -1,9 +1,6 @@
 """Low-rank adapters on Megatron's linear layers: y = W x becomes y = W x + scale * B A x, with W frozen.
 
-Communication is `rank` numbers wide. A column-parallel layer applies A to the rank's own tokens, then gathers the
-results. A row-parallel layer applies A to the rank's own columns, then sums the results over the tensor ranks, then
-applies B. A factor that every tensor rank holds whole sees only the rank's own tokens with sequence parallelism:
-Megatron sums its gradient over the tensor ranks, because it is marked.
+`adapter_product.py` computes the addition.
 """
 
 from __future__ import annotations
@@ -13,33 +10,29 @@ import mrl.engine.with_megatron  # noqa: F401
 # isort: split
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor
-from torch.nn.functional import linear, pad
 
 from mrl.config.lora import LoraConfig
+from mrl.engine.adapter_product import AdapterProduct, rows_of_outputs
+from mrl.engine.base_digest import is_first_copy
 from mrl.engine.merging import Key, MergedWeights
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
 from mrl.engine.separate_norms import check_separate_norms
-from mrl.errors import EngineError
+from mrl.engine.weights import rank_place
 from mrl.models.adapters import AdapterPair, adapter_pairs, adapter_tensors
-from mrl.models.layout import RankPlace
 from mrl.models.regions import Region, Shape, slices
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard
 
+_OF_EXPERT = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])")
 ReadBox = Callable[[str, Region], Tensor]
 """Returns a box of an adapter, by PEFT's name."""
 
@@ -55,68 +48,77 @@ class Adapters:
         self.is_selected = True
         """Whether this role is at work, if several roles have adapters on the same frozen model."""
         self._held: list[tuple[AdapterPair, torch.nn.Parameter, torch.nn.Parameter]] = []
+        self._together: dict[int, list[AdapterProduct]] = {}
+        """Products of experts that one layer multiplies together, in the order of the experts."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_with_gradient)
             if chunk.post_process and head == "score":
                 chunk.score.requires_grad_(True)
-        place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
-        for pair in adapter_pairs(spec, lora, groups.parallel, place):
+        for pair in adapter_pairs(spec, lora, groups.parallel, rank_place(groups)):
             self._attach(chunks[pair.weight.chunk], pair, groups)
         for chunk in chunks:
             check_separate_norms(chunk)
 
     def _attach(self, chunk: TokenModel, pair: AdapterPair, groups: ParallelGroups) -> None:
-        module: Any = _linear_layer(chunk, pair.weight.name)
-        assert tuple(module.weight.shape) == pair.weight.shape, f"{pair.weight.name} is not the table's"
+        module, weight, expert = _linear_layer(chunk, pair.weight.name)
+        assert tuple(getattr(module, weight).shape) == pair.weight.shape, f"{pair.weight.name} is not the table's"
         made: list[Any] = []
-        prefix = "critic_" if hasattr(module, "lora_a") else ""  # the first adapters are the actor's
+        prefix = "critic_" if hasattr(module, "lora_a") else expert  # the first adapters are the actor's
         for name, shard in (("lora_a", pair.a), ("lora_b", pair.b)):
             parameter: Any = torch.nn.Parameter(
                 torch.empty(shard.shape, dtype=chunk.config.params_dtype, device=groups.device)
             )
             parameter.tensor_model_parallel = shard.split or shard.expert  # Megatron's mark for the gradient norm
+            parameter.shared = shard.expert and not shard.split and groups.at.etp > 0  # the norm leaves copies out
             parameter.sequence_parallel = chunk.config.sequence_parallel and not (shard.split or shard.expert)
             if shard.expert:  # otherwise Megatron would reduce it over all data-parallel ranks
                 parameter.allreduce = groups.parallel.ep == 1 and groups.parallel.etp == groups.parallel.tp
             module.register_parameter(prefix + name, parameter)
             made.append(parameter)
-        rows = _rows_of_outputs(pair)
-        rows = None if rows is None else rows.to(groups.device)
         self._held.append((pair, made[0], made[1]))
-        module.register_forward_hook(partial(self._add, self._held[-1], rows, chunk.config.sequence_parallel))
+        rows, config = rows_of_outputs(pair), chunk.config
+        product = AdapterProduct(
+            *self._held[-1],
+            self.lora.scale,
+            config.sequence_parallel,
+            None if rows is None else rows.to(groups.device),
+            groups.etp if pair.weight.expert and groups.parallel.etp > 1 else None,
+        )
+        if not expert:
+            module.register_forward_hook(partial(self._add, product))
+            return
+        if id(module) not in self._together:
+            self._together[id(module)] = []
+            module.register_forward_hook(partial(self._add_together, self._together[id(module)]))
+        self._together[id(module)].append(product)
+
+    @property
+    def _applies(self) -> bool:
+        return self.is_on and self.is_selected
 
     def _add(
-        self,
-        held: tuple[AdapterPair, torch.nn.Parameter, torch.nn.Parameter],
-        rows: Tensor | None,
-        sequence_parallel: bool,
-        module: Any,
-        inputs: tuple[Tensor, ...],
-        output: tuple[Tensor, Tensor | None],
+        self, product: AdapterProduct, module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output of a linear layer with the addition of its adapters."""
-        if not (self.is_on and self.is_selected):
+        if not self._applies:
             return output
-        (pair, a, b), (value, bias) = held, output
-        low = linear(inputs[0], a) * self.lora.scale
-        if pair.split == "columns":
-            reduce = reduce_scatter_to_sequence_parallel_region
-            low = reduce(low) if sequence_parallel else reduce_from_tensor_model_parallel_region(low)
-        elif pair.split == "rows":
-            gather = gather_from_sequence_parallel_region
-            low = gather(low) if sequence_parallel else copy_to_tensor_model_parallel_region(low)
-        lows = torch.split(low, self.lora.rank, -1)
-        factors = torch.split(b, list(pair.num_rows))
-        if rows is None and not torch.is_grad_enabled():
-            for target, part, factor in zip(torch.split(value, list(pair.num_rows), -1), lows, factors, strict=True):
-                target += linear(part, factor)
-            return value, bias
-        added = torch.cat([linear(part, factor) for part, factor in zip(lows, factors, strict=True)], -1)
-        if rows is not None:  # `index_add` would keep the addition for the backward pass
-            added = pad(added, (0, 1)).index_select(-1, rows)
-        return value + added, bias
+        return product.add_to(output[0], inputs[0]), output[1]
+
+    def _add_together(
+        self,
+        products: Sequence[AdapterProduct],
+        module: Any,
+        inputs: tuple[Tensor, list[int]],
+        output: tuple[Tensor, Tensor | None],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the output of experts that are multiplied together: their tokens lie one expert after another."""
+        if not self._applies:
+            return output
+        tokens, counts = inputs
+        parts = zip(products, torch.split(output[0], counts), torch.split(tokens, counts), strict=True)
+        return torch.cat([product.add_to(value, x) for product, value, x in parts]), output[1]
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -143,8 +145,8 @@ class Adapters:
         boxes: list[tuple[str, Region, Tensor]] = []
         at = groups.at
         for shard, parameter in self.held():
-            is_first_copy = at.edp == 0 if shard.expert else at.dp == at.cp == 0 and (shard.split or at.tp == 0)
-            if is_first_copy:
+            is_first = at.edp == 0 if shard.expert else at.dp == at.cp == 0
+            if is_first and is_first_copy(shard, at.etp if shard.expert else at.tp):
                 boxes += [(x.hf, x.source, parameter.detach()[slices(x.target)].cpu()) for x in shard.pieces]
         is_first = groups.at.rank == 0
         everything: list[Any] | None = [None] * torch.distributed.get_world_size() if is_first else None
@@ -187,27 +189,15 @@ def _initial_value(name: str, shape: Shape, lora: LoraConfig, seed: int) -> Tens
     return torch.empty(shape).uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
 
 
-def _linear_layer(chunk: TokenModel, weight: str) -> Any:
-    """Return the layer of a weight. Raise an error if its experts are multiplied together."""
+def _linear_layer(chunk: TokenModel, weight: str) -> tuple[Any, str, str]:
+    """Return the layer of a weight, the weight's name in it, and the beginning of its adapters' names if the layer
+    multiplies several experts together."""
     name = weight.removesuffix(".weight")
-    try:
-        return chunk.get_submodule(name)
-    except AttributeError as error:
-        what = f"`{name}` is part of experts that are multiplied together, which cannot have adapters yet"
-        raise EngineError(what, fix="set megatron.moe_grouped_gemm=false") from error
+    if (expert := _OF_EXPERT.fullmatch(name)) and not hasattr(chunk.get_submodule(expert[1]), "local_experts"):
+        return chunk.get_submodule(f"{expert[1]}.{expert[3]}"), f"weight{expert[2]}", f"expert{expert[2]}_"
+    return chunk.get_submodule(name), "weight", ""
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     """Make the first layer's input need a gradient: recomputation skips layers whose inputs need none."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
-
-
-def _rows_of_outputs(pair: AdapterPair) -> Tensor | None:
-    """Return the row of `lora_b` of each output, one after the last if it has none. None if they are in order."""
-    num_outputs, num_rows = pair.weight.shape[0], pair.b.shape[0]
-    starts, stops = zip(*pair.outputs, strict=True)
-    if (*starts, num_outputs) == (0, *stops):
-        return None
-    rows = torch.full((num_outputs,), num_rows)
-    rows[torch.cat([torch.arange(*run) for run in pair.outputs])] = torch.arange(num_rows)
-    return rows

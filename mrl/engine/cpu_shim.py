@@ -132,10 +132,34 @@ def _cuda() -> ModuleType:
     )
 
 
+def _all_gather(outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    """Gather tensors of different lengths too, which gloo refuses: all are padded."""
+    lengths = [len(output) for output in outputs]
+    if len(set(lengths)) == 1 or torch.distributed.get_backend(group) != "gloo":
+        return torch.distributed.all_gather(outputs, own, group, **options)
+    padded = own.new_zeros(max(lengths), *own.shape[1:])
+    padded[: len(own)] = own
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    torch.distributed.all_gather(gathered, padded, group)
+    for output, whole in zip(outputs, gathered, strict=True):
+        output.copy_(whole[: len(output)])
+
+
+def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], *, group: Any = None, **options: Any) -> Any:
+    """Sum tensors of different lengths too, which gloo refuses: each rank gets all sums."""
+    if len({len(part) for part in parts}) == 1 or torch.distributed.get_backend(group) != "gloo":
+        return torch.distributed.reduce_scatter(output, parts, group=group, **options)
+    sums = torch.cat(parts)
+    torch.distributed.all_reduce(sums, group=group)
+    output.copy_(torch.split(sums, [len(part) for part in parts])[torch.distributed.get_rank(group)])
+
+
 def _torch() -> ModuleType:
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES if name != "Generator"}
     # `Generator` must remain a class: Megatron uses it in isinstance.
-    return _PatchedModule(torch, {"cuda": _cuda(), **factories})
+    collectives = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+    distributed = _PatchedModule(torch.distributed, collectives)
+    return _PatchedModule(torch, {"cuda": _cuda(), "distributed": distributed, **factories})
 
 
 def _called_by_megatron() -> bool:

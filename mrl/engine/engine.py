@@ -25,6 +25,7 @@ from mrl.engine import weights
 from mrl.engine.adapters import Adapters
 from mrl.engine.base_digest import digest_of_sums, is_first_copy, tensor_sums
 from mrl.engine.expert_load import ExpertLoad
+from mrl.engine.fp8_base import WeightsToSend, fp8_memory, keep_in_fp8
 from mrl.engine.model import ModelRequest, TokenModel, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory, memory_of
 from mrl.engine.optimizer import Optimizer, StepOutcome
@@ -36,6 +37,7 @@ from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, mer
 from mrl.engine.shared_model import SharedModel
 from mrl.engine.training_state import MegatronState
 from mrl.errors import EngineError
+from mrl.models.fp8_base import fp8_shards
 from mrl.models.hf_reader import HfReader
 from mrl.models.peft_reader import PeftReader
 from mrl.models.spec import ModelSpec
@@ -107,6 +109,9 @@ class MegatronEngine:
         request = self.request
         return MegatronState(self.groups, self.models, request.spec, request.head, self.adapters, self.optimizer)
 
+    def weights_to_send(self) -> WeightsToSend:
+        return weights.weights_to_send(self.models, self.request.spec, self.request.head, self.groups)
+
     def held_tensors(self) -> Iterator[tuple[Shard, Tensor]]:
         """Yield the parts of the model's tensors that this rank holds."""
         return weights.held_tensors(self.models, self.request.spec, self.request.head, self.groups)
@@ -131,6 +136,9 @@ class MegatronEngine:
         reader.check(request.spec, request.head, request.new_head)
         if self.shared is None:
             weights.load(self.models, reader, request.spec, request.head, self.groups)
+            if request.lora is not None and request.lora.base_quantization is not None:
+                place = weights.rank_place(self.groups)
+                keep_in_fp8(self.models, fp8_shards(request.spec, self.groups.parallel, place))
         else:
             weights.zero_score_head(self.models)
         if self.adapters is not None:
@@ -138,6 +146,7 @@ class MegatronEngine:
         if isinstance(request.settings, TrainedModelConfig):
             self.optimizer = Optimizer(self.models, request.settings)
         frozen = [tensor for shard, tensor in self.held_tensors() if not shard.trained]
+        frozen += fp8_memory(self.models)
         self.memory = memory_of(self.models, self.optimizer, self.groups.device, frozen)
         if self.shared is not None:
             self.memory.share_frozen(self.shared.first.memory)
@@ -161,13 +170,13 @@ class MegatronEngine:
             return ""
         if not self._base_digest:
             request, at = self.request, self.groups.at
-            held = [
+            held = (
                 (shard, tensor)
                 for shard, tensor in self.held_tensors()
                 if shard.name != SCORE  # trained whole
                 and is_first_copy(shard, at.etp if shard.expert else at.tp)
                 and (at.edp if shard.expert else at.dp + at.cp) == 0
-            ]
+            )
             names = [name for name in hf_tensors(request.spec, request.head) if name != SCORE]
             sums = tensor_sums(names, held, self.groups.device)
             torch.distributed.all_reduce(sums)

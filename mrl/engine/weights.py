@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mrl.dtypes import torch_dtype
+from mrl.engine.fp8_base import Fp8Weight, WeightsToSend, fp8_weights
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
 from mrl.errors import EngineError, ModelError
@@ -22,19 +23,33 @@ from mrl.models.table import SCORE, Head, Shard, local_name, shards_of
 
 def rank_shards(spec: ModelSpec, head: Head, groups: ParallelGroups) -> list[Shard]:
     """Return the shards that this rank holds, by the table."""
-    place = RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
-    return shards_of(spec, groups.parallel, place, head)
+    return shards_of(spec, groups.parallel, rank_place(groups), head)
+
+
+def rank_place(groups: ParallelGroups) -> RankPlace:
+    return RankPlace(tp=groups.at.tp, pp=groups.at.pp, ep=groups.at.ep, etp=groups.at.etp)
 
 
 def held_tensors(
     chunks: Sequence[TokenModel], spec: ModelSpec, head: Head, groups: ParallelGroups
 ) -> Iterator[tuple[Shard, Tensor]]:
-    """Yield each shard of the table with the parameter or buffer that holds it.
+    """Yield each shard of the table with the parameter or buffer that holds it, or with the weight made from its FP8.
 
     Raise an error if one exists without the other. Megatron's modules may have buffers without a shard. Adapters have
     a separate table.
     """
-    parameters = {
+    for shard, held in _held(chunks, spec, head, groups):
+        yield shard, held.value() if isinstance(held, Fp8Weight) else held
+
+
+def weights_to_send(chunks: Sequence[TokenModel], spec: ModelSpec, head: Head, groups: ParallelGroups) -> WeightsToSend:
+    return WeightsToSend({(shard.chunk, shard.name): held for shard, held in _held(chunks, spec, head, groups)})
+
+
+def _held(
+    chunks: Sequence[TokenModel], spec: ModelSpec, head: Head, groups: ParallelGroups
+) -> Iterator[tuple[Shard, Tensor | Fp8Weight]]:
+    parameters: dict[tuple[int, str], Tensor | Fp8Weight] = {
         (number, local_name(name)): parameter
         for number, chunk in enumerate(chunks)
         for name, parameter in _named(chunk, head)
@@ -46,13 +61,13 @@ def held_tensors(
     }
     for shard in rank_shards(spec, head, groups):
         key = (shard.chunk, shard.name)
-        tensors = parameters if shard.trained else buffers
+        tensors: dict[tuple[int, str], Any] = parameters if shard.trained else buffers
         if key not in tensors:
             raise EngineError(
                 f"the table has `{shard.name}` in chunk {shard.chunk} of this rank, but Megatron does not"
             )
         parameter = tensors.pop(key)
-        if tuple(parameter.shape) != shard.shape:
+        if not isinstance(parameter, Fp8Weight) and tuple(parameter.shape) != shard.shape:
             raise EngineError(f"`{shard.name}` is {tuple(parameter.shape)} in Megatron and {shard.shape} in the table")
         yield shard, parameter
     if parameters:
@@ -60,8 +75,9 @@ def held_tensors(
         raise EngineError(f"the table does not cover {len(parameters)} of Megatron's parameters: {uncovered}")
 
 
-def _named(chunk: TokenModel, head: Head) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _named(chunk: TokenModel, head: Head) -> Iterator[tuple[str, torch.nn.Parameter | Fp8Weight]]:
     """Yield the parameters of a model with this head. Another role may have its own head on the same chunk."""
+    yield from fp8_weights(chunk)
     tied_away = chunk.pre_process and chunk.post_process and chunk.share_embeddings_and_output_weights
     others = {"output_layer.weight"} if tied_away or head == "score" else set()
     others |= {SCORE} if head == "lm" else set()

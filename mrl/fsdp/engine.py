@@ -14,6 +14,7 @@ from torch import Tensor
 from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.dtypes import torch_dtype
+from mrl.engine.fp8_base import WeightsToSend
 from mrl.engine.offload import DeviceMemory
 from mrl.engine.packed_rows import Lengths, MicroBatch, TokenRows, pack
 from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, merged
@@ -114,6 +115,9 @@ class FsdpEngine:
     def held_tensors(self) -> Iterator[tuple[Shard, Tensor]]:
         """Yield the parts of the model's tensors that this rank holds."""
         return self.weights.shards()
+
+    def weights_to_send(self) -> WeightsToSend:
+        return WeightsToSend({(shard.chunk, shard.name): tensor for shard, tensor in self.held_tensors()})
 
     def base_digest(self) -> str:
         """Return an empty string: there are no adapters."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from mrl.config.lora import ALL_LINEAR, LoraConfig
@@ -24,7 +24,7 @@ from mrl.models.table import Shard, layers_of_rank, shard_of
 ADAPTER_SUFFIXES = ("lora_a", "lora_b")
 """Ends of the names of adapters in Megatron's modules."""
 _PREFIX = "base_model.model."
-_ADAPTED = tuple(
+ADAPTED = tuple(
     f"{module}.weight"
     for module in (
         *(f"self_attention.linear_{name}" for name in ("qkv", "proj", "q_proj", "q_down_proj", "q_up_proj")),
@@ -51,7 +51,7 @@ class AdapterPair:
     """Ranges of the weight's rows, and so of its outputs, that the rows of `b` belong to, in the order of `b`."""
     split: Literal["rows", "columns"] | None
     """Whether tensor ranks split the outputs of the weight, or its inputs, and then sum the outputs. None: each rank
-    computes the product for its own tokens, as for an expert."""
+    computes the product for its own tokens, or, in an expert, for those of all ranks that share it."""
 
 
 def adapter_names(hf: str) -> tuple[str, str]:
@@ -88,6 +88,11 @@ def adapts_experts(spec: ModelSpec, lora: LoraConfig) -> bool:
     return spec.moe is not None and not spec.sinks and lora.has_expert_targets
 
 
+def splits_experts(spec: ModelSpec, lora: LoraConfig) -> bool:
+    """Return whether each expert is multiplied by itself: it has adapters, or its weights are in FP8."""
+    return adapts_experts(spec, lora) or (spec.moe is not None and lora.base_quantization is not None)
+
+
 def adapter_flops_per_token(spec: ModelSpec, lora: LoraConfig) -> float:
     """Return the forward FLOPs of the adapters for one token, with the experts that it uses."""
     used = spec.moe.experts_per_token / spec.moe.num_experts if spec.moe else 1.0
@@ -111,32 +116,23 @@ def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
         raise ModelError(f"{problem}; not {', '.join(missing)}", fix="set lora.targets to some of the former")
 
 
-def check_experts_whole(layout: ParallelConfig, spec: ModelSpec, lora: LoraConfig) -> None:
-    """Raise an error if an expert with adapters would be split over ranks."""
-    if adapts_experts(spec, lora) and layout.etp > 1:
-        what = f"parallel.etp is {layout.etp}: an expert with adapters cannot be split over ranks yet"
-        raise ModelError(what, fix="set parallel.etp=1")
-
-
 def adapter_pairs(spec: ModelSpec, lora: LoraConfig, layout: ParallelConfig, place: RankPlace) -> Iterator[AdapterPair]:
-    """Yield the adapters that a rank holds. They depend only on its place in tp, pp and ep."""
+    """Yield the adapters that a rank holds. They depend only on its place in tp, pp, ep and etp."""
     check_layout(layout, spec)
     check_targets(spec, lora)
-    check_experts_whole(layout, spec, lora)
     family, num_local = FAMILIES[spec.family], spec.moe.num_experts // layout.ep if spec.moe else 0
     for chunk, prefix, layer in layers_of_rank(spec, layout, place):
         for parameter in family.parameters(spec, layer):
-            if parameter.name in _ADAPTED and (targets := _targets(parameter, lora)):
+            if parameter.name in ADAPTED and (targets := _targets(parameter, lora)):
                 weight = shard_of(chunk, prefix + parameter.name, parameter, place.tp, layout.tp)
                 yield _pair(weight, parameter, targets, lora.rank, (place.tp, layout.tp))
         for local in range(num_local) if spec.has_experts(layer) and adapts_experts(spec, lora) else ():
             expert = f"{prefix}mlp.experts.local_experts.{local}."
             for parameter in family.expert(spec, layer, place.ep * num_local + local):
                 if targets := _targets(parameter, lora):
-                    whole = replace(parameter, split=None)
-                    yield _pair(
-                        shard_of(chunk, expert + whole.name, whole, 0, 1, expert=True), whole, targets, lora.rank
-                    )
+                    at = (place.etp, layout.etp)
+                    weight = shard_of(chunk, expert + parameter.name, parameter, *at, expert=True)
+                    yield _pair(weight, parameter, targets, lora.rank, at)
 
 
 def _targets(parameter: Parameter, lora: LoraConfig) -> list[str]:
@@ -145,9 +141,7 @@ def _targets(parameter: Parameter, lora: LoraConfig) -> list[str]:
     return [hf for hf in held if _module(hf) in lora.modules]
 
 
-def _pair(
-    weight: Shard, parameter: Parameter, targets: list[str], rank: int, place: tuple[int, int] = (0, 1)
-) -> AdapterPair:
+def _pair(weight: Shard, parameter: Parameter, targets: list[str], rank: int, place: tuple[int, int]) -> AdapterPair:
     """Return the adapters of a weight, for one of some tensor ranks."""
     (tp_rank, tp), linear = place, weight.name.removesuffix("weight")
     splits_columns = parameter.split == "columns"
@@ -172,7 +166,8 @@ def _pair(
     b_shape, splits_rows = (end, rank), parameter.split == "rows"
     b = Shard(weight.chunk, f"{linear}lora_b", b_shape, tuple(pieces), (), expert=weight.expert, split=splits_rows)
     a_shard = shard_of(weight.chunk, a.name, a, tp_rank, tp, expert=weight.expert)
-    return AdapterPair(weight, a_shard, b, tuple(num_rows), tuple(outputs), parameter.split)
+    split = None if weight.expert else parameter.split
+    return AdapterPair(weight, a_shard, b, tuple(num_rows), tuple(outputs), split)
 
 
 def _module(hf: str) -> str:

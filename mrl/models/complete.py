@@ -30,10 +30,10 @@ def check_complete(spec: ModelSpec, layout: ParallelConfig, head: Head) -> None:
 def check_adapters_complete(spec: ModelSpec, layout: ParallelConfig, lora: LoraConfig) -> None:
     """Raise an error, with a list of problems, unless each element of each target's A and B is held exactly once."""
     pairs = []
-    for tp, pp, ep in product(range(layout.tp), range(layout.pp), range(layout.ep)):
-        place = RankPlace(tp=tp, pp=pp, ep=ep)
+    for tp, pp, ep, etp in product(*map(range, (layout.tp, layout.pp, layout.ep, layout.etp))):
+        place = RankPlace(tp=tp, pp=pp, ep=ep, etp=etp)
         held = adapter_pairs(spec, lora, layout, place)
-        pairs += [(place, pair) for pair in held if (tp if pair.weight.expert else ep) == 0]
+        pairs += [(place, pair) for pair in held if (tp if pair.weight.expert else ep + etp) == 0]
     shards = [(place, shard) for place, pair in pairs for shard in (pair.a, pair.b)]
     if problems := [*_local_problems(shards), *_hf_problems(adapter_tensors(spec, lora), layout, shards)]:
         raise ModelError(f"the adapters of {spec.family} are not complete for {layout}:{problem_list(problems)}")

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from mrl.config.lora import LoraConfig
-from mrl.models.adapters import adapts_experts
+from mrl.models.adapters import splits_experts
 from mrl.models.rope import YarnScaling
 from mrl.models.spec import ModelSpec, MoeSpec
 
@@ -133,14 +133,15 @@ def fused_kernels(spec: ModelSpec, lora: LoraConfig | None = None) -> dict[str, 
     """Return the arguments of `TransformerConfig` that fuse kernels, including all experts of a layer.
 
     Transformer Engine has these kernels on GPUs. Engines and plans use them unless the user sets something else.
-    Experts with adapters are multiplied one by one.
+    Experts of a frozen model in FP8 are multiplied one by one. Experts with adapters are too, unless the user sets
+    `moe_grouped_gemm`.
     """
     names = ["bias_activation_fusion", "gradient_accumulation_fusion"]
     if spec.mla is None:
         names.append("apply_rope_fusion")
     if spec.moe is not None:
-        has_adapters = lora is not None and adapts_experts(spec, lora)
-        names += ["moe_permute_fusion", *([] if has_adapters else ["moe_grouped_gemm"])]
+        one_by_one = lora is not None and splits_experts(spec, lora)
+        names += ["moe_permute_fusion", *([] if one_by_one else ["moe_grouped_gemm"])]
     return dict.fromkeys(names, True)
 
 

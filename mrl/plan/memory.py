@@ -228,9 +228,10 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
         held = replace(held, parameters=held.parameters - frozen_bytes(spec, model, mesh, head, stage))
     kept = role_activations(spec, model, stage, batch.max_micro_batches, device)
     layer_origin = "recomputed tensors, gradients, gathered sequences, and the gradient of the largest weight"
-    at_work = max(kept.at_work + held.layer_weight, held.largest_parameter)
+    at_work = max(kept.at_work + held.layer_weight, held.largest_parameter) + held.dequantized
     backward = [[item("layer at work", at_work, layer_origin)]]
-    forward = [[item("activations", role_forward_bytes(spec, model, stage), f"{tokens}, one layer at a time")]]
+    in_forward = role_forward_bytes(spec, model, stage) + held.dequantized
+    forward = [[item("activations", in_forward, f"{tokens}, one layer at a time")]]
     if stage == model.parallel.pp - 1:
         scored, origin = partial(head_bytes, spec, model, head, device=device), f"{tokens}, if all are scored"
         more = _divergence(subject) if name == "actor" and isinstance(config, Config) else ()

@@ -17,6 +17,7 @@ from mrl.config.schema import MegatronModelConfig, ParallelConfig, TrainedModelC
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.adapters import adapter_pairs
 from mrl.models.families import FAMILIES
+from mrl.models.fp8_base import fp8_bytes, fp8_elements
 from mrl.models.layout import RankPlace, layers_of_chunk
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, dense_shards
@@ -55,6 +56,8 @@ class WeightBytes:
     """Checkpoint bytes that the rank writes, from a copy on the host."""
     building: int
     """Bytes in addition to parameters and gradients, at the fullest moment while Megatron's buffers are made."""
+    dequantized: int = 0
+    """The largest weight that a frozen model in FP8 makes for a product."""
 
     @property
     def total(self) -> int:
@@ -108,14 +111,21 @@ def _with_adapters(
     base = frozen_bytes(spec, model, mesh, head, stage)
     copied = sum(owned) * (item < 4)
     largest = max(size for *_, size in _adapters(spec, model, head, stage)) * item
+    parameters = sum(buffer.num_padded for buffer in rank_buffers)
+    gradients = parameters * (4 if model.ddp.get("grad_reduce_in_fp32", True) else item)
+    saved, matrix = _saved_by_fp8(spec, model, stage)
+    assert model.lora is not None, "only a model with adapters is frozen"
+    loaded = saved if model.lora.base == "own" else 0
     return WeightBytes(
-        base + sum(buffer.num_padded for buffer in rank_buffers) * item,
-        sum(buffer.num_padded for buffer in rank_buffers) * (4 if model.ddp.get("grad_reduce_in_fp32", True) else item),
+        base + parameters * item,
+        gradients,
         optimizer=4 * copied + 8 * sum(owned),
         largest_parameter=largest,
         layer_weight=largest,
         checkpoint=sum(owned) * 12,
-        building=max(_building_bytes(rank_buffers, item, 4), copied * 4),
+        # A model in FP8 is loaded whole, before anything is trained.
+        building=max(_building_bytes(rank_buffers, item, 4), copied * 4, loaded - gradients),
+        dequantized=matrix,
     )
 
 
@@ -123,7 +133,15 @@ def frozen_bytes(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: H
     """Return the bytes of the weights below the adapters."""
     frozen = MegatronModelConfig(parallel=model.parallel, dtype=model.dtype, max_tokens_per_device=1)
     score = spec.hidden * ITEM_BYTES[model.dtype] * (head == "score" and stage == model.parallel.pp - 1)  # in buffers
-    return stage_weights(spec, frozen, mesh, head, stage).parameters - score
+    return stage_weights(spec, frozen, mesh, head, stage).parameters - score - _saved_by_fp8(spec, model, stage)[0]
+
+
+def _saved_by_fp8(spec: ModelSpec, model: TrainedModelConfig, stage: int) -> tuple[int, int]:
+    """Return the bytes that FP8 saves, and those of the largest weight that is made from it."""
+    if model.lora is None or model.lora.base_quantization is None:
+        return 0, 0
+    elements, largest = fp8_elements(spec, model.parallel, stage)
+    return elements * ITEM_BYTES[model.dtype] - fp8_bytes(elements), largest * ITEM_BYTES[model.dtype]
 
 
 def _adapters(spec: ModelSpec, model: TrainedModelConfig, head: Head, stage: int) -> list[tuple[int, bool, int]]:

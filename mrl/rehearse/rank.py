@@ -22,7 +22,7 @@ from mrl.controller import RankInfo
 from mrl.engine import checkpoint, weights
 from mrl.engine.engine import MegatronEngine
 from mrl.errors import counted
-from mrl.models.adapters import adapts_experts
+from mrl.models.adapters import splits_experts
 from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
 from mrl.plan.assumptions import ASSUMPTIONS
@@ -76,7 +76,7 @@ def rehearse_rank(request: Request) -> RankReport:
         by_hand = [
             *gpu_kernels(
                 adapted=lora is not None,
-                adapted_experts=lora is not None and adapts_experts(subject.specs[role], lora),
+                adapted_experts=lora is not None and splits_experts(subject.specs[role], lora),
             ),
             *answers(messages, routing),
             *without_engines(),

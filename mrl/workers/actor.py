@@ -29,6 +29,7 @@ from mrl.config.peft_settings import TENSORS_FILE
 from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.dtypes import torch_dtype
 from mrl.engine.adapter_files import write_peft
+from mrl.engine.fp8_base import WeightsToSend
 from mrl.engine.merging import MergedWeights
 from mrl.engine.scores import DivergenceRequest, LossInput, LossOutput, ScoreRequest
 from mrl.engine.vocab_head import EntropyUse
@@ -61,6 +62,7 @@ class ActorRolloutRefWorker(ModelWorker):
     ) -> None:
         super().__init__(place, setup)
         self._resharder: Resharder
+        self._frozen = WeightsToSend({})
         self._merged: MergedWeights | None = None
         self._adapters: Path | None = None
         self._written = 0
@@ -160,7 +162,8 @@ class ActorRolloutRefWorker(ModelWorker):
     def prepare_sending(self, route: WeightSyncSpec) -> None:
         """Plan the transfer of this rank's weights to the engines."""
         groups, spec = self.engine.groups, self.engine.request.spec
-        held: Held = {(shard.chunk, shard.name): tensor for shard, tensor in self.engine.held_tensors()}
+        held: Held
+        held = self._frozen = self.engine.weights_to_send()
         self._adapters = route.adapters
         if self.engine.adapters is not None and route.adapters is None:
             held = self._merged = self.engine.adapters.merged(held, torch_dtype(route.dtype))
@@ -176,6 +179,7 @@ class ActorRolloutRefWorker(ModelWorker):
             self._write_adapters(self._adapters, version)
         if self._merged is None:
             report = self._resharder.send(version, workers)
+            self._frozen.forget()
             if self._digest:
                 report = replace(report, adapters=self._digest, adapter_bytes=self._adapter_bytes)
             return report
@@ -183,6 +187,7 @@ class ActorRolloutRefWorker(ModelWorker):
         report = self._resharder.send(version, workers)
         loss = self._merged.loss
         self._merged.forget()  # frees the merged tensors
+        self._frozen.forget()
         return replace(report, moved=loss.moved, lost=loss.lost)
 
     def _write_adapters(self, shared: Path, version: int) -> None:

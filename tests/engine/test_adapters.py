@@ -24,6 +24,7 @@ from tests.engine.adapter_training import (
     with_peft,
     with_peft_experts,
 )
+from tests.engine.grouped_linear import measure_together
 from tests.models.tiny_models import make_tiny
 
 LIMIT_S = 300.0
@@ -45,6 +46,8 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], Layout, dict[str, Any]]]] = {
         ("llama", SOME, Layout(tp=2), {}),
         ("mixtral", ALL, Layout(ep=2), {}),
         ("mixtral", ALL, Layout(), RECOMPUTED),
+        ("mixtral", ALL, Layout(tp=2, etp=2, sequence_parallel=True), {}),
+        ("mixtral", ALL, Layout(etp=2), {}),
         ("deepseek_v3", ALL, Layout(tp=2, ep=2, sequence_parallel=True), {}),
         ("deepseek_v3", ALL, Layout(pp=2), {}),
         ("gpt_oss", ALL, Layout(tp=2, ep=2, sequence_parallel=True), {}),
@@ -57,6 +60,9 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any], Layout, dict[str, Any]]]] = {
         ("llama", SOME, Layout(tp=2, cp=2, sequence_parallel=True), {}),
         ("qwen3_moe", ATTENTION, Layout(tp=2, pp=2, ep=2, sequence_parallel=True), {}),
         ("qwen3_moe", ALL, Layout(tp=2, ep=2, sequence_parallel=True), RECOMPUTED),
+        ("qwen3_moe", ALL, Layout(tp=2, ep=2, etp=2, sequence_parallel=True), RECOMPUTED),
+        ("qwen3_moe", ALL, Layout(tp=4, etp=2, sequence_parallel=True), {}),
+        ("qwen3_moe", ALL, Layout(pp=2, etp=2), {}),
         ("glm4_moe_lite", ALL, Layout(tp=2, ep=4, sequence_parallel=True), {}),
         ("qwen3_5_moe_text", ALL, Layout(tp=2, pp=2, ep=2, sequence_parallel=True), {}),
     ],
@@ -72,6 +78,13 @@ ORACLES = {
     "qwen3_5_moe_text": with_formula,
 }
 """Oracles of adapters on experts. peft cannot have them next to those of a dense layer or a shared expert."""
+
+
+GROUPED = [
+    ("mixtral", ALL, Layout(tp=2, etp=2, sequence_parallel=True), with_peft_experts, RECOMPUTED),
+    ("qwen3_moe", SOME, Layout(ep=2), with_formula, {}),
+    ("deepseek_v3", ALL, Layout(tp=2, ep=2, sequence_parallel=True), with_formula, {}),
+]
 
 
 def largest(one: Floats, other: Floats) -> float:
@@ -99,6 +112,18 @@ def largest_difference(ranks: list[Found], oracle: Oracle) -> dict[str, float]:
         "norm": max(abs(rank.grad_norm - norm) for rank in ranks) / norm,
         **{name: max(largest(rows[name][number], x) for number, x in enumerate(expected[name])) for name in rows},
     }
+
+
+def test_adapters_of_experts_that_are_multiplied_together_equal_peft(tmp_path: Path) -> None:
+    cases, oracles = [], []
+    for family, lora, layout, oracle, megatron in GROUPED:
+        model, adapters = str(make_tiny(family, tmp_path / family)), tmp_path / f"{family}-adapters"
+        oracles.append(oracle(model, adapters, LoraConfig(**lora)))
+        cases.append(Case(model, str(adapters), layout, lora, megatron))
+    by_rank = run_distributed(2, measure_together, cases, timeout_s=LIMIT_S)
+    for case, oracle, ranks in zip(cases, oracles, zip(*by_rank, strict=True), strict=True):
+        differences = largest_difference(list(ranks), oracle)
+        assert max(differences.values()) < TOLERANCE, (case, differences)
 
 
 @pytest.mark.parametrize("world_size", LAYOUTS)

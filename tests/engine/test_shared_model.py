@@ -30,7 +30,8 @@ LAYOUTS: list[tuple[str, Layout, dict[str, Any]]] = [
     ("qwen3", Layout(pp=2, vpp=2), {}),
     ("qwen2", Layout(), {"overlap_grad_reduce": True}),
 ]
-"""Settings with `overlap` in their name are DDP's."""
+"""Settings with `overlap` in their name are DDP's. With stages, the frozen model is in FP8."""
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,12 @@ def engine_of(
         max_tokens_per_device=64,
         megatron={name: value for name, value in settings.items() if "overlap" not in name},
         ddp={name: value for name, value in settings.items() if "overlap" in name},
-        lora=LoraConfig(rank=4, alpha=8.0, targets=["all-linear"] if head == "lm" else ["q_proj", "down_proj"]),
+        lora=LoraConfig(
+            rank=4,
+            alpha=8.0,
+            targets=["all-linear"] if head == "lm" else ["q_proj", "down_proj"],
+            base_quantization="fp8_per_block" if layout.pp > 1 else None,
+        ),
         optimizer={"lr": 1e-2, "clip_grad": 0.0},
     )
     request = EngineRequest(read_spec(model), head, trained, new_head=head == "score", seed=3)
@@ -105,7 +111,8 @@ def engine_of(
 
 
 def test_a_critic_on_the_actors_model_equals_one_on_a_copy(tmp_path: Path) -> None:
-    made = {family: make_tiny(family, tmp_path / family) for family in {family for family, *_ in LAYOUTS}}
+    families = {"qwen3": SIZES, "qwen2": {}}
+    made = {family: make_tiny(family, tmp_path / family, sizes=sizes) for family, sizes in families.items()}
     models = [str(made[family]) for family, *_ in LAYOUTS]
     for rank in run_distributed(2, measure, models, timeout_s=LIMIT_S):
         for copy, found in rank:

@@ -105,11 +105,14 @@ def test_experts_have_the_names_of_their_family() -> None:
     assert not [name for name in adapter_tensors(SPECS["qwen3_moe"], ALL) if "gate.lora" in name], "not the router"
 
 
-def test_experts_with_adapters_are_not_split() -> None:
-    with pytest.raises(ModelError, match=r"parallel.etp is 2: an expert with adapters cannot be split over ranks yet"):
-        list(adapter_pairs(SPECS["qwen3_moe"], ALL, Layout(tp=2, etp=2, sequence_parallel=True), RankPlace()))
-    attention = LoraConfig(rank=4, alpha=8.0, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
-    check_adapters_complete(SPECS["qwen3_moe"], Layout(tp=2, etp=2, sequence_parallel=True), attention)
+@pytest.mark.parametrize("layout", [Layout(etp=2), Layout(tp=2, ep=2, etp=4), Layout(tp=4, pp=2, ep=2, etp=2)])
+def test_ranks_that_share_an_expert_split_one_factor_and_hold_the_other_whole(layout: Layout) -> None:
+    check_adapters_complete(SPECS["qwen3_moe"], layout, ALL)
+    for rank in range(layout.etp):
+        pairs = [x for x in adapter_pairs(SPECS["qwen3_moe"], ALL, layout, RankPlace(etp=rank)) if x.weight.expert]
+        first, second = pairs[:2]
+        assert (first.a.split, first.b.split, second.a.split, second.b.split) == (False, True, True, False)
+        assert (first.b.shape, second.a.shape) == ((96 // layout.etp, 4), (4, 48 // layout.etp))
 
 
 def test_latents_have_adapters_except_the_projection_that_vllm_decodes_without() -> None:

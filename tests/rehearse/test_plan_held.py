@@ -61,9 +61,11 @@ def test_experts_need_what_is_planned(tmp_path: Path) -> None:
     check(CONFIGS / "grpo-qwen3-30b-a3b-2n8g.yaml", "actor", (f"model.path={model}", f"actor.parallel={layout}"))
 
 
-def test_adapters_need_what_is_planned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["null", "fp8_per_block"])
+def test_adapters_need_what_is_planned(quantization: str, tmp_path: Path) -> None:
     model = shortened(tmp_path / "model", "Llama-3.1-8B", 2)
-    check(CONFIGS / "grpo-llama3.3-70b-lora-1n8g.yaml", "actor", (f"model.path={model}",))
+    changes = (f"model.path={model}", f"actor.lora.base_quantization={quantization}")
+    check(CONFIGS / "grpo-llama3.3-70b-lora-1n8g.yaml", "actor", changes)
 
 
 def test_a_critic_needs_what_is_planned(tmp_path: Path) -> None:

@@ -62,6 +62,19 @@ def test_a_policy_with_adapters_trains_resumes_and_is_exported(sync: str, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.on_demand
+@pytest.mark.parametrize("sync", ["adapters", "merged"])
+def test_engines_sample_from_a_frozen_model_in_fp8(sync: str, tmp_path: Path) -> None:
+    config, run = tmp_path / "run.yaml", tmp_path / "runs" / "small"
+    config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))
+    fp8 = ("actor.lora.base_quantization=fp8_per_block", f"actor.lora.sync={sync}", "actor.parallel.tp=1")
+    run_mrl("train", str(config), *LORA, *fp8)
+    name, lines = "mismatch/log_prob_abs_diff_max", untimed(run)
+    assert max(line[name] for line in lines if name in line) < 1e-4, "the engine has the weights of the trainer"
+    assert "rounding left" in run_mrl("export", str(run), str(tmp_path / "merged"), "--merge")
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
 def test_dpo_with_adapters_writes_a_merged_model(tmp_path: Path) -> None:
     config, model = tmp_path / "run.yaml", make_model(tmp_path / "model", seed=1)
     config.write_text(RANKED.format(directory=tmp_path, model=model) + KINDS["dpo"])

@@ -13,6 +13,9 @@ from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.errors import ModelError, Problem, did_you_mean
 
+_LORA_OF_BASE = ("lora.base_quantization",)
+"""Settings of adapters that belong to the frozen model."""
+
 
 def check_lora(config: AnyConfig) -> Iterator[Problem]:
     for role, model in config.trained_roles().items():
@@ -22,6 +25,8 @@ def check_lora(config: AnyConfig) -> Iterator[Problem]:
         yield from _targets(f"{key}.targets", model.lora)
         if model.lora.base == "actor":
             yield from _base_of_actor(config, role)
+        if model.lora.base_quantization is not None:
+            yield from _quantized(config, role)
         if model.lora.path is not None:
             yield from _first_adapters(role, model.lora.path, model.lora, config.model_of(role)[1])
         if isinstance(config, Config) and role == "actor" and model.lora.sync == "adapters":
@@ -36,6 +41,17 @@ def _first_adapters(role: str, path: str, lora: LoraConfig, model: str) -> Itera
         yield problem(f"{role}.lora.path", f"{error.where} {error.what}", error.fix)
         return
     yield from (problem(*difference) for difference in settings.differences(role, lora, model))
+
+
+def _quantized(config: AnyConfig, role: str) -> Iterator[Problem]:
+    """Refuse engines that would quantize a frozen model in FP8 again, with other scales."""
+    if not isinstance(config, Config) or role != "actor":
+        return
+    for name in ("quantization", "quantization_config"):
+        if config.rollout.vllm.get(name):
+            what = "vLLM would quantize the frozen model again, with other scales than actor.lora.base_quantization"
+            fix = f"remove rollout.vllm.{name}, or actor.lora.base_quantization"
+            yield problem(f"rollout.vllm.{name}", what, fix)
 
 
 def _base_of_actor(config: AnyConfig, role: str) -> Iterator[Problem]:
@@ -54,7 +70,9 @@ def _base_of_actor(config: AnyConfig, role: str) -> Iterator[Problem]:
     if places["critic"] != places["actor"]:
         what = f"the critic is in the pool {places['critic']}, and the actor in {places['actor']}"
         yield problem(key, what, f"placement.roles.critic={places['actor']}")
-    for name in ("dtype", "megatron", *(f"parallel.{axis.name}" for axis in fields(critic.parallel))):
+    for name in ("dtype", "megatron", *_LORA_OF_BASE, *(f"parallel.{axis.name}" for axis in fields(critic.parallel))):
+        if name in _LORA_OF_BASE and actor.lora is None:
+            continue
         mine, other = (attrgetter(name)(model) for model in (critic, actor))
         if mine != other:
             what = f"{mine}, but the shared model has actor.{name}={other}"
@@ -83,11 +101,8 @@ def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None, ki
     if num_experts is not None and model.lora.base == "actor":
         what = "routers of a model with experts count the tokens of one role only"
         yield problem(f"{role}.lora.base", what, f"{role}.lora.base=own")
-    if has_expert_adapters and model.parallel.etp > 1:
-        what = f"an expert with adapters cannot be split over ranks yet, but etp is {model.parallel.etp}"
-        yield problem(f"{role}.parallel.etp", what, f"{role}.parallel.etp=1")
-    if has_expert_adapters and model.megatron.get("moe_grouped_gemm"):
-        what = f"experts with adapters are multiplied one by one, but {role}.lora.targets includes experts"
+    if num_experts is not None and model.lora.base_quantization and model.megatron.get("moe_grouped_gemm"):
+        what = f"experts in FP8 are multiplied one by one, and {role}.lora.base_quantization is set"
         yield problem(f"{role}.megatron.moe_grouped_gemm", what, "remove this key")
 
 
