@@ -228,6 +228,7 @@ class ReferenceConfig(MegatronModelConfig):
 
 ENGINES = {
     "vllm": "mrl.rollout.vllm_engine:VllmEngine",
+    "sglang": "mrl.rollout.sglang_engine:SglangEngine",
     "transformers": "mrl.rollout.transformers_engine:TransformersEngine",
 }
 

@@ -49,6 +49,8 @@ class EngineSettings:
     tp: int = 1
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments for vLLM."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """The section `rollout.sglang`."""
     share: int = 0
     """Largest number of samples under way, which determines how many are processed at a time."""
     loads_files: bool = False
