@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mrl.children import end_group
+from mrl.config.sglang import PROVEN_FAMILIES
 from mrl.errors import RolloutError, SetupError
 from mrl.models.families import read_spec
 from mrl.models.open_model import OpenSpec
@@ -28,12 +29,10 @@ from mrl.weight_sync.sglang_receiver import REPLICA, SOCKETS
 
 ENVIRONMENT = ".venv-sglang"
 """Directory of SGLang's environment, next to the environment of this interpreter."""
-PROVEN = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-"""Families whose weights, sent to SGLang, have been compared with transformers."""
 _STEP_S = 0.02
 _MARGIN_TOKENS = 8
 """SGLang would silently shorten a response that fills the context exactly."""
-_CPU_SEQUENCES = 128
+_MIN_SEQUENCES = 128
 _ROOT = Path(__file__).parents[2]
 
 
@@ -158,7 +157,7 @@ class SglangEngine(RolloutEngine):
 
 def interpreter(settings: EngineSettings) -> str:
     """Return the interpreter that has SGLang."""
-    python = Path(settings.sglang.get("python") or Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python")
+    python = Path(settings.sglang.python or Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python")
     if not python.is_file():
         fix = "make install-sglang, or name an interpreter that has SGLang in rollout.sglang.python"
         raise SetupError(f"there is no interpreter for SGLang at {python}", fix=fix)
@@ -168,10 +167,10 @@ def interpreter(settings: EngineSettings) -> str:
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return SGLang's arguments: those mrl requires, and the user's."""
     spec, own = read_spec(settings.model), settings.sglang
-    if isinstance(spec, OpenSpec) or spec.family not in PROVEN:
+    if isinstance(spec, OpenSpec) or spec.family not in PROVEN_FAMILIES:
         what = f"SGLang's weights of the family {spec.family} have not been compared with the trainer's"
         raise RolloutError(what, where=str(settings.model), fix="rollout.engine=vllm")
-    sequences = own.get("max_running_requests") or max(settings.share, _CPU_SEQUENCES)
+    sequences = own.max_running_requests or max(settings.share, _MIN_SEQUENCES)
     arguments = {
         "model_path": str(settings.model),
         "dtype": settings.dtype,
@@ -188,12 +187,12 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "load_format": "auto" if settings.loads_files else "dummy",
         "log_level": "warning",
         "max_running_requests": sequences,
-        "max_total_tokens": own.get("max_total_tokens"),
-        "mem_fraction_static": own.get("mem_fraction_static"),
+        "max_total_tokens": own.max_total_tokens,
+        "mem_fraction_static": own.mem_fraction_static,
     }
     if settings.device == "cpu":
         arguments |= {"attention_backend": "torch_native", "disable_cuda_graph": True}
-        arguments["max_total_tokens"] = own.get("max_total_tokens") or sequences * settings.max_tokens
+        arguments["max_total_tokens"] = own.max_total_tokens or sequences * settings.max_tokens
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -212,8 +211,9 @@ def _params(request: GenerationRequest, sampling: Sampling) -> dict[str, Any]:
 
 
 def _environment(settings: EngineSettings) -> dict[str, str]:
-    """Return the variables of the process. It finds mrl where this process has it."""
-    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """Return the variables of the process. It finds mrl where this process has it, or next to its base's packages."""
+    roots = [str(_ROOT)] if _ROOT.name != "site-packages" else []
+    path = os.pathsep.join([*roots, *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = os.environ | {"PYTHONPATH": path, SOCKETS: str(settings.sockets), REPLICA: settings.replica}
     if settings.device == "cpu":
         variables |= {ON_CPU: "1", "TORCHDYNAMO_DISABLE": "1"}

@@ -29,7 +29,8 @@ SGLANG = (
     pytest.mark.skipif(not HAS_SGLANG, reason=f"no {ENVIRONMENT}: make install-sglang"),
 )
 PLAIN = Sampling()
-WANTED = requests(3, 2, 70)
+LENGTH = 60
+WANTED = requests(3, 2, LENGTH)
 CLOSE = 2e-5
 
 
@@ -127,12 +128,13 @@ def test_equal_seeds_give_the_tokens_of_transformers(
 
 def test_samples_end_at_the_stop_tokens_and_at_no_others(engine: RolloutEngine) -> None:
     stops = tuple(range(0, VOCAB, 9))
-    free = run(engine, WANTED, PLAIN)
-    assert all(len(sample.token_ids) == 70 for sample in free.values())
+    wanted = requests(2, 10, LENGTH)
+    free = run(engine, wanted, PLAIN)
+    assert all(len(sample.token_ids) == LENGTH for sample in free.values())
     assert any(2 in sample.token_ids[:-1] for sample in free.values()), "the model's own end token ends nothing"
-    for key, sample in run(engine, WANTED, Sampling(stop_token_ids=stops)).items():
+    for key, sample in run(engine, wanted, Sampling(stop_token_ids=stops)).items():
         is_stop = np.isin(free[key].token_ids, stops)
-        length = int(is_stop.argmax()) + 1 if is_stop.any() else 70
+        length = int(is_stop.argmax()) + 1 if is_stop.any() else LENGTH
         np.testing.assert_array_equal(sample.token_ids, free[key].token_ids[:length])
         assert (sample.finish, len(sample.log_probs)) == ("stop" if is_stop.any() else "length", length)
 
@@ -173,7 +175,7 @@ def test_weights_in_flight_are_noted_at_their_first_token(engine: RolloutEngine,
         new = sample.token_versions() == 2
         old_ones, new_ones = (log_probs(small("qwen3", seed), request, sample) for seed in (0, 1))
         np.testing.assert_allclose(sample.log_probs, np.where(new, new_ones, old_ones), rtol=0, atol=CLOSE)
-    assert any(0 < switch < 70 for sample in samples.values() for switch, _ in sample.switches)
+    assert any(0 < switch < LENGTH for sample in samples.values() for switch, _ in sample.switches)
 
 
 def test_samples_continue_after_a_sleep(engine: RolloutEngine, small: Small) -> None:
