@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from mrl.config.bounds import Count, Proportion, Text
 
+ENVIRONMENT = ".venv-sglang"
+"""Directory of SGLang's environment, next to the environment of this interpreter."""
+INSTALL = "make install-sglang, or name an interpreter that has SGLang in rollout.sglang.python"
 PROVEN_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families whose weights, sent to SGLang, have been compared with transformers."""
 
@@ -23,3 +28,6 @@ class SglangConfig:
     """
     max_running_requests: Count | None = None
     """Samples that an engine processes at a time. Null: its share of a step, at least 128."""
+
+    def interpreter(self) -> Path:
+        return Path(self.python or Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python")

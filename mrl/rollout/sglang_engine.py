@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mrl.children import end_group
-from mrl.config.sglang import PROVEN_FAMILIES
+from mrl.config.sglang import INSTALL, PROVEN_FAMILIES
 from mrl.errors import RolloutError, SetupError
 from mrl.models.families import read_spec
 from mrl.models.open_model import OpenSpec
@@ -27,8 +26,6 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.sglang_process import ON_CPU
 from mrl.weight_sync.sglang_receiver import REPLICA, SOCKETS
 
-ENVIRONMENT = ".venv-sglang"
-"""Directory of SGLang's environment, next to the environment of this interpreter."""
 _STEP_S = 0.02
 _MARGIN_TOKENS = 8
 """SGLang would silently shorten a response that fills the context exactly."""
@@ -157,10 +154,9 @@ class SglangEngine(RolloutEngine):
 
 def interpreter(settings: EngineSettings) -> str:
     """Return the interpreter that has SGLang."""
-    python = Path(settings.sglang.python or Path(sys.prefix).with_name(ENVIRONMENT) / "bin" / "python")
+    python = settings.sglang.interpreter()
     if not python.is_file():
-        fix = "make install-sglang, or name an interpreter that has SGLang in rollout.sglang.python"
-        raise SetupError(f"there is no interpreter for SGLang at {python}", fix=fix)
+        raise SetupError(f"there is no interpreter for SGLang at {python}", fix=INSTALL)
     return str(python)
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from mrl.config.sglang import ENVIRONMENT
 from mrl.errors import RolloutError
 from mrl.rollout.engine import Cache, RolloutEngine, can_step
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.rollout.sglang_engine import ENVIRONMENT
 from mrl.rollout.transformers_engine import sampled_log_probs
 from tests.docs.blocks import DOCS, blocks_of
 from tests.rollout.conftest import VOCAB, Small, requests, run

@@ -14,10 +14,10 @@ from tests.trainer.test_ppo import CONFIG
 pytestmark = [*SGLANG]
 GRPO = (
     *("algorithm={advantage: grpo, kl: {where: loss}}", "placement.roles.critic=null", "critic=null"),
-    *("rollout={temperature: 0.9, top_p: 0.98}", "sync.probe_every=1", "actor.optimizer.lr=1e-2"),
+    *("rollout.temperature=0.9", "sync.probe_every=1", "actor.optimizer.lr=1e-2"),
 )
 ENGINE = ("rollout.engine=sglang", "rollout.vllm={enforce_eager: null, kv_cache_memory_bytes: null}")
-CARRIED = ("algorithm.correction={level: token}", "asynchrony={ahead: 1, weights: in_flight}", "rollout.top_p=1")
+CARRIED = ("algorithm.correction={level: token}", "asynchrony={ahead: 1, weights: in_flight}")
 
 
 @pytest.fixture(scope="module")
