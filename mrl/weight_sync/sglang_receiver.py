@@ -1,5 +1,4 @@
-"""Receiving side in SGLang's workers: takes the tensors of vLLM's layout, which SGLang shares but for the names of
-experts."""
+"""Receiving side in SGLang's workers. SGLang has vLLM's tensors, except for the names of experts."""
 
 from __future__ import annotations
 

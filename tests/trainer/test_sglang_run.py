@@ -1,4 +1,4 @@
-"""Whole runs with SGLang's engines: the same figures as with vLLM, and weights in flight."""
+"""Whole runs with SGLang's engines: the figures of vLLM, a batch ahead, and conversations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from mrl.demo.model import make_model
+from mrl.observe.metrics import read_metrics
+from tests.agents.test_segments_run import SAME, SAMPLES, trained
 from tests.rollout.test_engine_conformance import SGLANG
 from tests.trainer.test_fsdp_run import MISMATCH, assert_same, train
 from tests.trainer.test_ppo import CONFIG
@@ -37,7 +39,17 @@ def test_grpo_has_the_figures_of_vllm(config: Path) -> None:
 
 
 @pytest.mark.on_demand
-def test_samples_carried_over_an_update_have_the_versions_of_their_tokens(config: Path) -> None:
+def test_a_batch_ahead_continues_with_newer_weights(config: Path) -> None:
     lines = train(config, "carried", *GRPO, *ENGINE, *CARRIED, "rollout.max_response_tokens=40")
-    assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert max(line["async/staleness/max"] for line in lines[1:]) <= 1
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert {line["async/staleness/max"] for line in lines} == {0, 1}
+    fresh = [line for line in lines if line["async/staleness/max"] == 0]
+    assert max(line[MISMATCH] for line in fresh) < 2e-5
+
+
+@pytest.mark.on_demand
+def test_conversations_of_several_turns(tmp_path: Path) -> None:
+    run = trained(tmp_path, '{name: "tests.agents.worlds:NewContext", max_turns: 2}', *ENGINE)
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [(line["batch/samples"], line["agent/segments/mean"]) for line in lines] == [(SAMPLES, 2.0)] * 2
+    assert all(line["mismatch/log_prob_abs_diff_mean"] <= SAME for line in lines)
