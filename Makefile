@@ -67,7 +67,7 @@ test-extras: install ## the tests of optional features, with all optional packag
 	TRITON_INTERPRET=1 PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/engine/test_delta_kernels.py
 
 test-sglang: install-sglang ## SGLang as an engine: the conformance of engines, weights of families, a run
-	$(BIN)/python -m pytest -m sglang tests/rollout tests/trainer/test_sglang_run.py
+	$(BIN)/python -m pytest -m "sglang and not on_demand" tests/rollout tests/trainer/test_sglang_run.py
 
 test-py312: ## parity table, engine and twins of presets with Python 3.12, megatron-core 0.19, torch for CUDA
 	@$(PYTHON312) -I launch/install.py .venv-py312

@@ -82,6 +82,15 @@ def test_truncation_is_that_of_the_other_engines() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+def test_the_log_probs_are_taken_from_the_truncated_distribution() -> None:
+    probs = torch.full((1, VOCAB), 1 / VOCAB)
+    probs[0, 4] *= 1.5
+    info = SimpleNamespace(top_ks=torch.tensor([1]), top_ps=torch.ones(1))
+    sglang_hooks.note_rows(lambda *_: None, info, SimpleNamespace(reqs=[row(5)]), VOCAB)
+    tokens, _ = sglang_hooks.draw(lambda *_: None, None, probs, info, torch.zeros(1), False)
+    assert (tokens.tolist(), float(probs[0, 4].log())) == ([4], 0.0)
+
+
 def test_only_requested_tokens_stop() -> None:
     def finds_end_tokens(*_: Any) -> bool:
         return True

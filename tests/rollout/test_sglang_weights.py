@@ -18,10 +18,11 @@ MODELS = [("qwen3_moe", False, 1), ("qwen2", True, 1), ("llama", False, 1), ("qw
 
 
 def config(family: str) -> Any:
-    """Return a tiny configuration whose experts have a width that SGLang does not pad on a CPU."""
+    """Return a tiny configuration with sizes that SGLang does not pad on a CPU, and experts in each layer."""
     made = tiny_config(family)
+    made.intermediate_size, made.num_key_value_heads = 128, 2
     if family == "qwen3_moe":
-        made.moe_intermediate_size = 128
+        made.moe_intermediate_size, made.mlp_only_layers = 128, []
     return made
 
 

@@ -1,4 +1,4 @@
-"""SGLang's worker writes each parameter once, and answers the trainer whatever happens."""
+"""SGLang's worker writes each parameter once, and always answers the trainer."""
 
 from __future__ import annotations
 
