@@ -66,7 +66,7 @@ test-extras: install ## the tests of optional features, with all optional packag
 	PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/rewards/test_functions.py tests/data/test_reasoning_gym.py tests/observe/test_trackers.py tests/agents/test_frameworks.py
 	TRITON_INTERPRET=1 PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/engine/test_delta_kernels.py
 
-test-sglang: install-sglang ## SGLang as an engine: the conformance of engines, weights of families, a run
+test-sglang: install-sglang ## SGLang as an engine: the conformance of engines, texts that stop, a run
 	$(BIN)/python -m pytest -m "sglang and not on_demand" tests/rollout tests/trainer/test_sglang_run.py
 
 test-py312: ## parity table, engine and twins of presets with Python 3.12, megatron-core 0.19, torch for CUDA

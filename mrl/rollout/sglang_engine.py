@@ -211,6 +211,7 @@ def _environment(settings: EngineSettings) -> dict[str, str]:
     roots = [str(_ROOT)] if _ROOT.name != "site-packages" else []
     path = os.pathsep.join([*roots, *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = os.environ | {"PYTHONPATH": path, SOCKETS: str(settings.sockets), REPLICA: settings.replica}
+    variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # by the margin; mrl has compared the longest sample
     if settings.device == "cpu":
         variables |= {ON_CPU: "1", "TORCHDYNAMO_DISABLE": "1"}
     if settings.device == "cpu" and settings.tp > 1:

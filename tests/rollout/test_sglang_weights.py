@@ -13,7 +13,7 @@ from tests.rollout.small_models import make_small
 from tests.rollout.test_engine_conformance import SGLANG
 from tests.rollout.test_vllm_weights import Make, assert_follows
 
-pytestmark = [*SGLANG]
+pytestmark = [*SGLANG, pytest.mark.on_demand]
 MODELS = [("qwen3_moe", False, 1), ("qwen2", True, 1), ("llama", False, 1), ("qwen3", True, 2), ("qwen3_moe", False, 2)]
 
 
@@ -26,10 +26,7 @@ def config(family: str) -> Any:
     return made
 
 
-@pytest.mark.parametrize(
-    ("family", "tied", "tp"),
-    [MODELS[0], *(pytest.param(*model, marks=pytest.mark.on_demand) for model in MODELS[1:])],
-)
+@pytest.mark.parametrize(("family", "tied", "tp"), MODELS)
 def test_new_weights_are_the_ones_in_use(
     make_engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool, tp: int
 ) -> None:
