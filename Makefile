@@ -1,7 +1,7 @@
 # All commands for developers. A fresh clone needs only Python 3.11 or 3.12: each target first creates .venv (a few
 # minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install install-cuda demo unit types test test-slow test-presets test-hosts sweep sweep-part test-extras test-py312 test-contracts refresh-contracts lint bench docs clean
+.PHONY: help install install-cuda install-sglang demo unit types test test-slow test-presets test-hosts sweep sweep-part test-extras test-sglang test-py312 test-contracts refresh-contracts lint bench docs clean
 
 # An existing environment keeps its Python; otherwise use the first one that runs and can create environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -26,6 +26,9 @@ install: ## create .venv with the whole CPU stack; does nothing if it is complet
 install-cuda: ## create .venv-cuda for NVIDIA GPUs; needs Python 3.12, a driver 580 or later (or DRIVER=elsewhere), a C++ compiler
 	@$(PYTHON312) -I launch/install.py .venv-cuda $(DRIVER)
 
+install-sglang: install ## create .venv-sglang, for rollout.engine=sglang: 1.4 GB next to .venv
+	$(call environment,.venv-sglang)
+
 demo: install ## train a small model on this machine
 	@$(BIN)/mrl demo
 
@@ -40,7 +43,7 @@ test: install ## all tests except slow ones and `make lint`'s, two files at a ti
 	MRL_SKIP_UNIT=$(SKIP_UNIT) MRL_TEST_BUDGETS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow" --ignore=tests/test_architecture.py
 
 test-slow: install ## the slow tests, two files at a time (JOBS=1: one)
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not on_demand"
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not on_demand and not sglang"
 
 test-presets: install ## every preset's twin: the same switches on a small model, compared with a plain run
 	$(BIN)/python -m pytest tests/presets
@@ -62,6 +65,9 @@ test-extras: install ## the tests of optional features, with all optional packag
 	  && cp requirements-extras.txt .venv-extras/complete; }
 	PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/rewards/test_functions.py tests/data/test_reasoning_gym.py tests/observe/test_trackers.py tests/agents/test_frameworks.py
 	TRITON_INTERPRET=1 PYTHONPATH=.venv-extras $(BIN)/python -m pytest tests/engine/test_delta_kernels.py
+
+test-sglang: install-sglang ## SGLang as an engine: the conformance of engines, texts that stop, a run
+	$(BIN)/python -m pytest -m "sglang and not on_demand" tests/rollout tests/trainer/test_sglang_run.py
 
 test-py312: ## parity table, engine and twins of presets with Python 3.12, megatron-core 0.19, torch for CUDA
 	@$(PYTHON312) -I launch/install.py .venv-py312
@@ -92,5 +98,5 @@ docs: install ## regenerate the parts of the documentation that follow from the 
 	$(BIN)/python -m tests.launch.examples
 
 clean: ## remove .venv and every cache
-	rm -rf .venv .venv-lint .venv-unit .venv-py312 .venv-cuda .venv-extras .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
+	rm -rf .venv .venv-lint .venv-unit .venv-py312 .venv-cuda .venv-extras .venv-sglang .pytest_cache .ruff_cache .mypy_cache .hypothesis build ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """Create `.venv`, or the environment named by the first argument. `make install` runs this with the Python to use.
 
 `.venv-lint` and `.venv-unit` are small: the packages of `make lint` and `make unit`, in the versions of `.venv`.
+`.venv-sglang` has SGLang and its versions of packages, and finds the others in `.venv`, which must exist.
 `.venv-cuda` is for NVIDIA GPUs. Before anything is downloaded, the machine is checked for its requirements; with the
 second argument `elsewhere`, not for the driver, because other machines with the GPUs share this directory or image.
 
@@ -25,9 +26,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = ROOT / (sys.argv[1] if len(sys.argv) > 1 else ".venv")
 STAMP = ENVIRONMENT / "mrl-installed"
+BASE = ROOT / ".venv"
 FOR_CUDA = ENVIRONMENT.name == ".venv-cuda"
 PINS = (ROOT / ("requirements-cuda.txt" if FOR_CUDA else "requirements-cpu.txt"), ROOT / "requirements-dev.txt")
-SMALL = {".venv-lint": "requirements-lint.txt", ".venv-unit": "requirements-unit.txt"}
+SMALL = {
+    ".venv-lint": "requirements-lint.txt",
+    ".venv-unit": "requirements-unit.txt",
+    ".venv-sglang": "requirements-sglang.txt",
+}
+FOR_SGLANG = ENVIRONMENT.name == ".venv-sglang"
 REQUIREMENTS = (ROOT / SMALL[ENVIRONMENT.name],) if ENVIRONMENT.name in SMALL else PINS
 OLDEST_DRIVER = 580  # for CUDA 13
 CUDA_ROOM_GB = 15
@@ -36,6 +43,7 @@ STACK = "torch, transformers, vllm, ray, megatron.core, omegaconf, tensordict, p
 MUST_IMPORT = {
     ".venv-lint": "pytest",
     ".venv-unit": "torch, transformers, omegaconf, tensordict, pyarrow, hypothesis, pytest, xdist",
+    ".venv-sglang": "torch, transformers, dill, gguf, orjson, triton",  # SGLang itself needs stand-ins on a CPU
     ".venv-cuda": f"torch, transformer_engine.pytorch, {STACK}",
 }.get(ENVIRONMENT.name, STACK)
 
@@ -125,7 +133,7 @@ def first_line(*command: str) -> str:
 
 def make_environment(lock: int) -> None:
     """Create a new environment with every pinned package, replacing an existing one."""
-    sizes = {".venv-lint": "60 MB", ".venv-unit": "1 GB", ".venv-cuda": "10 GB, half an hour"}
+    sizes = {".venv-lint": "60 MB", ".venv-unit": "1 GB", ".venv-sglang": "1.4 GB", ".venv-cuda": "10 GB, half an hour"}
     size = sizes.get(ENVIRONMENT.name, "2.5 GB, a few minutes")
     print(f"installing into {ENVIRONMENT.name}: about {size}, once", flush=True)
     if ENVIRONMENT.is_symlink():
@@ -134,12 +142,15 @@ def make_environment(lock: int) -> None:
         shutil.rmtree(ENVIRONMENT)
     run(lock, PYTHON, "-m", "venv", str(ENVIRONMENT))
     named = [f"--requirement={file}" for file in REQUIREMENTS]
-    if ENVIRONMENT.name in SMALL:
+    if FOR_SGLANG:
+        packages = [Path(sysconfig.get_path("purelib", "venv", {"base": str(root)})) for root in (ENVIRONMENT, BASE)]
+        (packages[0] / "zz-base.pth").write_text(f"{packages[1]}\n")
+    elif ENVIRONMENT.name in SMALL:
         named += [f"--constraint={file}" for file in PINS]
     pip(lock, "--no-deps", *named)
     if FOR_CUDA:
         build_transformer_engine(lock)
-    elif ENVIRONMENT.name != ".venv-lint":
+    elif ENVIRONMENT.name not in (".venv-lint", ".venv-sglang"):
         # This adds nothing to a CPU build of torch. Some indexes offer only a CUDA build, which needs its libraries.
         pip(lock, pinned("torch"))
 

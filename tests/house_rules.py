@@ -44,6 +44,7 @@ LIBRARY_HOMES: dict[str, str | tuple[str, ...]] = {
     "megatron": ("engine", "rehearse"),
     "transformer_engine": "engine",
     "vllm": ("rollout", "weight_sync", "rehearse"),
+    "sglang": ("rollout", "weight_sync"),
     "huggingface_hub": "hub",
     "httpx": "hub",
 }

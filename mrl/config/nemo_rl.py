@@ -20,7 +20,6 @@ from mrl.config.peer_values import (
     set_machines,
     switch,
 )
-from mrl.config.schema import ENGINES
 from mrl.config.values import KeyPath
 from mrl.config.verl_values import Convert, Values, among, same
 
@@ -95,7 +94,7 @@ _CONVERTED: Mapping[str, tuple[str, Convert]] = {
     "grpo.async_grpo.recompute_kv_cache_after_weight_updates": ("asynchrony.cache", switch("recompute", "keep")),
     "grpo.reward_shaping.overlong_buffer_length": ("algorithm.overlong.buffer_tokens", same),
     "grpo.reward_shaping.overlong_buffer_penalty": ("algorithm.overlong.factor", same),
-    "policy.generation.backend": ("rollout.engine", among(tuple(ENGINES))),
+    "policy.generation.backend": ("rollout.engine", among(("vllm", "transformers"))),
     "policy.generation.top_k": ("rollout.top_k", to.default(0)),
     "policy.generation.val_top_k": ("validation.top_k", to.default(0)),
     "policy.megatron_cfg.sequence_parallel": ("actor.parallel.sequence_parallel", sequence_parallel(_TP)),

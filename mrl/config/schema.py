@@ -25,6 +25,7 @@ from mrl.config.data import DataConfig
 from mrl.config.fsdp import FsdpConfig
 from mrl.config.lora import LoraConfig
 from mrl.config.reward import JudgeConfig, ModelScoreConfig, RewardConfig, RewardFunctionConfig
+from mrl.config.sglang import SglangConfig
 from mrl.config.training import AsynchronyConfig, SyncConfig, TrainingConfig, ValidationConfig
 
 
@@ -228,6 +229,7 @@ class ReferenceConfig(MegatronModelConfig):
 
 ENGINES = {
     "vllm": "mrl.rollout.vllm_engine:VllmEngine",
+    "sglang": "mrl.rollout.sglang_engine:SglangEngine",
     "transformers": "mrl.rollout.transformers_engine:TransformersEngine",
 }
 
@@ -241,7 +243,8 @@ class RolloutConfig:
     replicas: Count | None = None
     """Number of engines. Null starts as many as fit on their devices."""
     engine: Annotated[str, component("rollout engine", ENGINES)] = "vllm"
-    """`vllm`; `transformers`, which is slow and simple, for comparison; or your own as `package.module:class`."""
+    """`vllm`; `sglang`; `transformers`, which is slow and simple, for comparison; or your own as
+    `package.module:class`."""
     max_prompt_tokens: Count
     """Longest prompt."""
     max_response_tokens: Count
@@ -263,6 +266,7 @@ class RolloutConfig:
     vllm: dict[str, Any] = field(default_factory=dict)
     """Passed on to vLLM's engine arguments: memory, batches and kernels. Keys that mrl sets are refused, as are keys
     that have not been compared with the trainer."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

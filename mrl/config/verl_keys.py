@@ -10,7 +10,6 @@ from typing import Any
 
 from mrl.config import verl_values as to
 from mrl.config.algorithm import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
-from mrl.config.schema import ENGINES
 from mrl.config.values import UNUSABLE, KeyPath
 from mrl.config.verl_values import Convert, Values, among, name_alone, same, zero_if_negative
 
@@ -117,7 +116,7 @@ NAMES: Mapping[str, tuple[str, Convert]] = {
     "rollout_is": ("algorithm.correction.level", same),
     "rollout_is_threshold": ("algorithm.correction.upper", same),
     # rollout and validation
-    "rollout.name": ("rollout.engine", among(tuple(ENGINES), hf="transformers")),
+    "rollout.name": ("rollout.engine", among(("vllm", "transformers"), hf="transformers")),
     "n": ("batch.samples_per_prompt", same),
     "n_agent": ("batch.samples_per_prompt", same),
     "rollout.temperature": ("rollout.temperature", same),

@@ -75,7 +75,8 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     work = demand.work_bytes(sequences, tokens)
     cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"
     if options.get("kv_cache_memory_bytes") is None:
-        origin = f"gpu_memory_utilization {demand.utilization:g} of the device, less the above"
+        key = "mem_fraction_static" if rollout.engine == "sglang" else "gpu_memory_utilization"
+        origin = f"{key} {demand.utilization:g} of the device, less the above"
     return EngineMemory(
         parts=(
             ("weights", demand.weight_bytes, held),

@@ -119,7 +119,7 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     tail_tokens = max(0.0, config.rollout.max_response_tokens - lengths.response)
     tail_s = step_s(max(1.0, ASSUMPTIONS.tail_share * batch), context)
     prompts, flops = samples, spec.sequence_flops(math.ceil(lengths.prompt))
-    if config.rollout.vllm.get("enable_prefix_caching", True):
+    if config.rollout.vllm.get("enable_prefix_caching") is not False:
         prompts /= config.batch.samples_per_prompt
     prompt_s = flops / (tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency)
     parts = {

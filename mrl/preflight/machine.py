@@ -18,6 +18,7 @@ from mrl.config.resolved.load import Resolved
 from mrl.config.resolved.run_directory import CHECKPOINTS, steps_in
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
+from mrl.config.sglang import INSTALL
 from mrl.errors import ModelError, SetupError
 from mrl.libraries import TRANSFORMER_ENGINE_FIX
 from mrl.plan.assumptions import GIB
@@ -144,6 +145,12 @@ def _check_node(config: AnyConfig, node: Mapping[str, Any], expected: Mapping[st
     if isinstance(config, Config) and config.rollout.engine == "vllm" and "mrl" not in node["versions"]:
         what = "mrl is on the path, but it is not installed: vLLM would not find the way to receive its weights"
         yield fail("weights", what, "pip install -e .")
+    if isinstance(config, Config) and config.rollout.engine == "sglang":
+        python = config.rollout.sglang.interpreter()  # at the same place on all nodes
+        if python.is_file():
+            yield ok("SGLang", f"its interpreter is {python}")
+        else:
+            yield fail("SGLang", f"there is no interpreter at {python}", INSTALL)
     yield _shared_memory(config, node["shm_free_bytes"])
     if config.cluster.device == "cpu":
         yield check_machine(config, node["usable_memory_bytes"], node["taken_memory_bytes"])

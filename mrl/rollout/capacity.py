@@ -128,6 +128,15 @@ def engine_capacity(demand: EngineDemand) -> EngineCapacity:
     return EngineCapacity(sequences, options.get("max_num_batched_tokens") or tokens)
 
 
+def engine_options(config: Config) -> Mapping[str, Any]:
+    """Return the settings of an engine's memory by vLLM's names."""
+    if config.rollout.engine != "sglang":
+        return config.rollout.vllm
+    own = config.rollout.sglang
+    options = {"gpu_memory_utilization": own.mem_fraction_static, "max_num_seqs": own.max_running_requests}
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def planned_demand(config: Config, spec: ModelSpec, memory_bytes: int) -> EngineDemand:
     """Return the demand on each engine of a run."""
     rollout = config.rollout
@@ -139,7 +148,7 @@ def planned_demand(config: Config, spec: ModelSpec, memory_bytes: int) -> Engine
         memory_bytes=memory_bytes,
         max_tokens=longest_sample_tokens(rollout),
         share=engine_share(config),
-        vllm=rollout.vllm,
+        vllm=engine_options(config),
         adapter_rank=config.actor.lora.engine_rank if config.actor.lora else 0,
     )
 

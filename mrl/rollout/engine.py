@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from mrl.config.hardware import DEFAULT_UTILIZATION
 from mrl.config.schema import ENGINES
+from mrl.config.sglang import SglangConfig
 from mrl.errors import DeviceFull, NameUnknown, RolloutError, did_you_mean
 from mrl.registry import load_attribute
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
@@ -49,6 +50,7 @@ class EngineSettings:
     tp: int = 1
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments for vLLM."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
     share: int = 0
     """Largest number of samples under way, which determines how many are processed at a time."""
     loads_files: bool = False

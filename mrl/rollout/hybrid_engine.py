@@ -302,6 +302,7 @@ class HybridEngine:
             records=self._context.run_directory if self._cache and not replay else None,
             replays=Path(replay) if replay else None,
             vllm={name: value for name, value in rollout.vllm.items() if name != "dtype"},
+            sglang=rollout.sglang,
         )
 
     @contextmanager

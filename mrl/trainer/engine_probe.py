@@ -110,7 +110,8 @@ class DifferenceAudit:
         rounding /= self._config.rollout.temperature
         start = f"At an entropy of {entropy:.2g} nats, rounding logits to bfloat16 causes about {rounding:.2g}"
         overrides = self._config.rollout.vllm.get("hf_overrides") or {}
-        if self._config.rollout.engine == "vllm" and overrides.get("head_dtype", "float32") == "float32":
+        heads = overrides.get("head_dtype", "float32")
+        if self._config.rollout.engine in ("vllm", "sglang") and heads == "float32":
             return f"{start}; the engines' float32 heads avoid it, but the rounding in layers remains."
         return f"{start} of it; the rounding in layers adds to this."
 

@@ -13,6 +13,7 @@ from tests.hub import make_hub_cache
 from tests.models.torchvision_stand_in import provide
 from tests.presets.twins import CONFIGS, presets
 from tests.presets.whole import overrides, write_data, write_model
+from tests.rollout.test_engine_conformance import SGLANG
 
 WHOLE = {name: config for name, config in presets().items() if isinstance(config, Config) and "toy:" not in str(config)}
 """Presets with a model name and data files. The README has the others and is tested separately."""
@@ -20,10 +21,17 @@ EVERY_TIME = "grpo-qwen3-30b-a3b-2n8g"
 """The preset that runs in each CI run, with experts and router replay."""
 
 
+def needed(config: Config) -> tuple[pytest.MarkDecorator, ...]:
+    return SGLANG if config.rollout.engine == "sglang" else ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name == EVERY_TIME else pytest.mark.on_demand, id=name) for name in WHOLE],
+    [
+        pytest.param(name, marks=() if name == EVERY_TIME else (pytest.mark.on_demand, *needed(config)), id=name)
+        for name, config in WHOLE.items()
+    ],
 )
 def test_a_preset_starts_by_its_names_and_does_three_steps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -67,8 +67,9 @@ def overrides(config: Config) -> Iterator[str]:
     yield f"{scores}.answer.name=my_rewards:score"
     yield from (f"agent.environments.{name}=null" for name in config.agent.environments)
     yield f"rollout.tp={tp}"
-    yield "rollout.vllm.kv_cache_memory_bytes=67108864"
-    yield "rollout.vllm.enforce_eager=true"
+    if config.rollout.engine == "vllm":
+        yield "rollout.vllm.kv_cache_memory_bytes=67108864"
+        yield "rollout.vllm.enforce_eager=true"
     if "quantization" in config.rollout.vllm:
         yield "rollout.vllm.quantization=null"
     if "linear_num_key_heads" in model_values(config.model_of("actor")[1]):

@@ -15,6 +15,7 @@ from mrl.demo.model import make_model
 from mrl.rollout.engine import EngineSettings, RolloutEngine, engine_class
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from tests.rollout.conftest import VLLM, run
+from tests.rollout.test_engine_conformance import SGLANG
 
 MAX_TOKENS = 48
 
@@ -69,11 +70,12 @@ def test_texts_of_the_run_and_of_a_format_both_end_a_sample() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=SGLANG)])
 def test_texts_and_tokens_end_responses_in_both_engines_alike(
-    started: Callable[[str], RolloutEngine], tokenizer: ChatTokenizer
+    started: Callable[[str], RolloutEngine], tokenizer: ChatTokenizer, kind: str
 ) -> None:
     """The text has two tokens. The log-probs remain those of the sampled tokens."""
-    plain, other = started("transformers"), started("vllm")
+    plain, other = started("transformers"), started(kind)
     free = run(plain, wanted(tokenizer), Sampling())
     assert all(sample.finish == "length" for sample in free.values()), "nothing ends them"
     texts = [tokenizer.decode(sample.token_ids.tolist()) for sample in free.values()]

@@ -13,6 +13,7 @@ from mrl.config.rules import gpt_oss
 from mrl.config.rules.fsdp import check_fsdp_family
 from mrl.config.rules.lora import check_lora_targets
 from mrl.config.rules.problems import near_divisors, nearest, problem
+from mrl.config.rules.sglang import check_sglang_family
 from mrl.config.schema import Config, MegatronModelConfig
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.errors import Problem
@@ -110,6 +111,8 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from check_lora_targets(config, role, shape.experts, kind)
         yield from _router_bias(config, role, shape)
         yield from check_fsdp_family(role, model, shape.family)
+        if isinstance(config, Config) and role == "actor":
+            yield from check_sglang_family(config, shape.family)
         yield from _latent(role, model, shape)
         yield from _linear_attention(role, model, shape)
         if config.cluster.device == "gpu" and model.strategy == "megatron":

@@ -39,7 +39,8 @@ def _sections(config: AnyConfig) -> Iterator[tuple[KeyPath, Target, dict[str, An
             yield (role, "ddp"), DDP, trained.ddp
         yield (role, "optimizer"), OPTIMIZER, trained.optimizer
     if isinstance(config, Config):
-        yield ("rollout", "vllm"), ENGINE, config.rollout.vllm
+        if config.rollout.engine != "sglang":  # `rules/sglang.py` refuses these keys
+            yield ("rollout", "vllm"), ENGINE, config.rollout.vllm
         if config.judge is not None:
             yield ("judge", "vllm"), SERVER, config.judge.vllm
 

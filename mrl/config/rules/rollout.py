@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.rules.problems import near_divisors, near_multiples, nearest, problem, stays_in_a_node
+from mrl.config.rules.sglang import check_sglang
 from mrl.config.schema import Config
 from mrl.errors import Problem
 
@@ -34,11 +35,12 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         yield problem("algorithm.correction", what, fix)
     if config.asynchrony.ahead:
         yield from _sampled_ahead(config)
+    yield from check_sglang(config)
 
 
 def _engine_nodes(config: Config, tp: int, devices: int, here: int, pool: str) -> Iterator[Problem]:
     """Yield a problem if an engine would have a part of a node and a part of another, or span nodes without vLLM."""
-    if tp <= here or config.rollout.engine == "transformers":
+    if tp <= here or config.rollout.engine in ("transformers", "sglang"):
         yield from stays_in_a_node("rollout.tp", tp, devices, here)
     elif tp % here:
         what = f"{tp} is more than the {here} devices of a node: an engine over several nodes takes all devices of each"
