@@ -34,8 +34,9 @@ from mrl.models.table import float32_tensors, hf_tensors, shards_of
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import JoinedTransport, P2PTransport, WorldTransport
 from mrl.weight_sync.ipc import IpcReceiver
-from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
+from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
+from mrl.weight_sync.rollout_layout import RolloutLayout
 
 LIMIT_S = 60.0
 
