@@ -119,7 +119,7 @@ class RankPart:
         worker = route.layout.hosts.index(place.rank) if place.rank in route.layout.hosts else None
         path = Path(place.directory, "none") if worker is None else route.sockets[worker]
         self._stand_in = None if worker is None else StandIn(path, place.num_versions, "", LIMIT_S)
-        self._tp_rank = 0 if worker is None else worker % case.sizes.tp
+        self._worker = worker or 0
         planner = ReshardPlanner(read_spec(case.model), case.parallel, mesh, route.layout)
         self._resharder = Resharder(planner, route.transport(place.rank, torch.device("cpu")), held, route)
         rounds = 2 * place.num_versions
@@ -146,7 +146,7 @@ class RankPart:
     def _wrong(self) -> list[str]:
         if self._stand_in is None:
             return []
-        expected = fused_of(self._case, self._tp_rank, (-1.0) ** self._version)
+        expected = fused_of(self._case, self._worker, (-1.0) ** self._version)
         both = self._stand_in.finished(), self._broadcast.finished()
         return [name for arrived in both for name in differing(arrived, expected)]
 

@@ -19,7 +19,8 @@ from mrl.config.schema import ParallelConfig as Layout
 from mrl.models.families import spec_of
 from mrl.models.hf_config import HfConfig
 from mrl.models.rollout_table import EngineSizes
-from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
+from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner
+from mrl.weight_sync.rollout_layout import RolloutLayout
 from tests.models.published import LLAMA_31_70B, QWEN3_235B
 
 GPUS_PER_NODE = 8

@@ -34,8 +34,9 @@ from mrl.models.table import float32_tensors, hf_tensors, shards_of
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import JoinedTransport, P2PTransport, WorldTransport
 from mrl.weight_sync.ipc import IpcReceiver
-from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
+from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
+from mrl.weight_sync.rollout_layout import RolloutLayout
 
 LIMIT_S = 60.0
 
@@ -124,7 +125,7 @@ def carry_out(case: ReshardCase, resharder: Resharder, held: dict[tuple[int, str
                     gather_all.run(held, proven)
     wrong: list[str] = []
     if stand_in is not None and worker is not None:
-        expected = fused_of(case, worker % case.sizes.tp, (-2.0) ** num_versions)
+        expected = fused_of(case, worker, (-2.0) ** num_versions)
         wrong = differing(stand_in.finished(), expected)
         wrong += differing(gather_all.finished(), expected) if gather_all is not None else []
     num_bytes = gather_all.bytes_received if gather_all is not None else 0
@@ -163,7 +164,7 @@ def rollout_of(case: ReshardCase, mesh: Mesh) -> RolloutLayout:
     """Return a layout with as many engines as fit, one worker per rank."""
     num_hosts, num_ranks = case.num_receivers or mesh.world_size, mesh.world_size + case.num_receivers
     first = mesh.world_size if case.num_receivers else 0
-    hosts = tuple(range(first, first + num_hosts // case.sizes.tp * case.sizes.tp))
+    hosts = tuple(range(first, first + num_hosts // case.sizes.num_workers * case.sizes.num_workers))
     return RolloutLayout(case.sizes, hosts, tuple(rank // case.ranks_per_node for rank in range(num_ranks)))
 
 
@@ -200,7 +201,7 @@ def holding(case: ReshardCase, mesh: Mesh) -> Iterator[dict[tuple[int, str], Ten
         yield {(shard.chunk, shard.name): tensor.detach() for shard, tensor in pairs}
 
 
-def fused_of(case: ReshardCase, tp_rank: int, factor: float) -> dict[str, Tensor]:
+def fused_of(case: ReshardCase, worker: int, factor: float) -> dict[str, Tensor]:
     """Return the worker's expected tensors, computed from the model's file alone and multiplied by a factor."""
     reader, spec = HfReader(case.model), read_spec(case.model)
 
@@ -237,7 +238,7 @@ def fused_of(case: ReshardCase, tp_rank: int, factor: float) -> dict[str, Tensor
         return values.to(torch.float8_e4m3fn).view(made.shape), scales[:: step[0], :: step[1]].reshape(shape)
 
     expected = {}
-    for made in rollout_tensors(spec, case.sizes, tp_rank):
+    for made in rollout_tensors(spec, case.sizes, worker):
         if made.dtype == FP8:
             expected[made.name], expected[made.name + SCALE] = quantized(made)
         elif made.name not in expected:

@@ -180,11 +180,15 @@ def _model_role(config: AnyConfig, role: str, *, all_ranks: bool) -> Iterator[st
 
 
 def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
-    devices, tp = rollout_devices(config), config.rollout.tp
+    devices, tp, pp = rollout_devices(config), config.rollout.tp, config.rollout.pp
     whose = "their own" if has_own_rollout_pool(config) else "the actor's"
     nodes = f", each on {engine_nodes(config)} nodes" if engine_nodes(config) > 1 else ""
-    yield f"rollout: {num_engines(config)} engines with tp {tp} on {whose} {devices} devices{nodes}"
-    ranks = [{"engine": rank // tp, "tp": rank % tp} for rank in range(devices)]
+    stages = f" and pp {pp}" if pp > 1 else ""
+    yield f"rollout: {num_engines(config)} engines with tp {tp}{stages} on {whose} {devices} devices{nodes}"
+    ranks = [
+        {"engine": rank // (tp * pp), "tp": rank % tp} | ({"pp": rank // tp % pp} if pp > 1 else {})
+        for rank in range(devices)
+    ]
     yield from _table(ranks, config.cluster.devices_per_node, all_ranks=all_ranks)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 
@@ -154,13 +155,19 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
     engines = num_engines(config)
     share = -(-samples_per_step(config.batch) // engines)
     held = f"the cache of each holds {engine.cache_tokens:,} tokens"
-    yield f"Rollout: {counted(engines, 'engine')} with tp {config.rollout.tp}; {held},"
+    split = f"tp {config.rollout.tp}" + (f" and pp {config.rollout.pp}" if config.rollout.pp > 1 else "")
+    yield f"Rollout: {counted(engines, 'engine')} with {split}; {held},"
     yield f"  {counted(engine.full_samples, 'sample')} of full length at a time, out of {share:,} per step."
     limits = f"{counted(engine.max_sequences, 'sample')} and {engine.max_tokens:,} tokens"
     yield f"  An engine runs up to {limits} at a time."
-    if (nodes := engine_nodes(config)) > 1:
+    if config.rollout.pp > 1:
+        part = math.ceil(min(share, engine.max_sequences) / config.rollout.pp)
+        yield f"  Each stage computes {counted(part, 'sample')} at a time, and reads its weights again for the next."
+    if (nodes := engine_nodes(config)) > 1 and config.rollout.tp > config.cluster.devices_per_node:
         rate = node_link_bytes_per_s(subject) / 1e9
         yield f"  Each spans {nodes} nodes: its ranks are assumed to add up at {rate:.0f} GB/s over all network cards."
+    elif nodes > 1:
+        yield f"  Each spans {nodes} nodes, which only pass hidden states from stage to stage."
     yield from _turns(config)
     yield f"Host: {gib(plan.host_bytes_per_node)} on each machine: memory moved off devices, and a checkpoint copy."
     if config.algorithm.router_replay == "R3":

@@ -148,13 +148,13 @@ def rollout_devices(config: Config) -> int:
 
 def devices_per_engine_node(config: Config) -> int:
     """Return the devices that an engine has on each of its nodes. Over several nodes, it has all devices of each."""
-    return min(config.rollout.tp, config.cluster.devices_per_node)
+    return min(config.rollout.num_devices, config.cluster.devices_per_node)
 
 
 def engine_nodes(config: Config) -> int:
     """Return the number of nodes that an engine is on."""
-    return config.rollout.tp // devices_per_engine_node(config)
+    return config.rollout.num_devices // devices_per_engine_node(config)
 
 
 def num_engines(config: Config) -> int:
-    return config.rollout.replicas or rollout_devices(config) // config.rollout.tp
+    return config.rollout.replicas or rollout_devices(config) // config.rollout.num_devices

@@ -45,6 +45,7 @@ _SAME = {
     "policy.generation.stop_strings": "rollout.stop",
     "policy.generation.stop_token_ids": "rollout.stop_token_ids",
     "policy.generation.vllm_cfg.tensor_parallel_size": "rollout.tp",
+    "policy.generation.vllm_cfg.pipeline_parallel_size": "rollout.pp",
     "policy.generation.vllm_cfg.gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "policy.generation.vllm_cfg.enforce_eager": "rollout.vllm.enforce_eager",
     "data.shuffle": "data.shuffle",

@@ -240,6 +240,9 @@ class RolloutConfig:
 
     tp: Count = 1
     """Tensor parallel size of one engine: devices of one node, or all devices of several nodes."""
+    pp: Count = 1
+    """Pipeline stages of one engine, each of `tp` devices with a share of the layers. Stages may be on several
+    nodes."""
     replicas: Count | None = None
     """Number of engines. Null starts as many as fit on their devices."""
     engine: Annotated[str, component("rollout engine", ENGINES)] = "vllm"
@@ -267,6 +270,11 @@ class RolloutConfig:
     """Passed on to vLLM's engine arguments: memory, batches and kernels. Keys that mrl sets are refused, as are keys
     that have not been compared with the trainer."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine."""
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ class Family:
     engine_overrides: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's `hf_overrides`
     has_score_head: bool = True  # whether transformers has a class with one output instead of a vocabulary
     engine_embedding: str = "model.embed_tokens.weight"  # vLLM's name of the embedding
+    engine_repeats_ends: bool = False  # whether each stage of vLLM's model has embedding, last norm and head
     score_prefix: str = ""  # of that class, if it is another one
     wrapper: str = ""  # transformers class of models with vision that have such a language model
     passengers: tuple[str, ...] = ()  # beginnings of the names of tensors that mrl keeps, but does not train

@@ -309,10 +309,10 @@ FAMILIES = Families(
     for family in (
         Family("llama", "Llama", _read_llama),
         Family("mistral", "Mistral", _read_mistral),
-        Family("mixtral", "Mixtral", _read_mixtral, _MIXTRAL_NAMES),
+        Family("mixtral", "Mixtral", _read_mixtral, _MIXTRAL_NAMES, engine_repeats_ends=True),
         Family("qwen2", "Qwen2", _read_qwen2),
         Family("qwen3", "Qwen3", _read_qwen3),
-        Family("qwen3_moe", "Qwen3Moe", _read_qwen3_moe),
+        Family("qwen3_moe", "Qwen3Moe", _read_qwen3_moe, engine_repeats_ends=True),
         Family("glm4_moe", "Glm4Moe", _read_glm4_moe, float32_router=True, has_score_head=False),
         Family("deepseek_v3", "DeepseekV3", _read_deepseek_v3, engine_overrides=_FLOAT32_SCORES),
         Family("kimi_k2", "DeepseekV3", _read_deepseek_v3, engine_overrides=_FLOAT32_SCORES),

@@ -176,4 +176,11 @@ def _experts(spec: ModelSpec) -> MoeSpec:
     return spec.moe
 
 
-GPT_OSS = GptOss("gpt_oss", "GptOss", read_gpt_oss, _NAMES, engine_embedding="model.embedding.weight")
+GPT_OSS = GptOss(
+    "gpt_oss",
+    "GptOss",
+    read_gpt_oss,
+    _NAMES,
+    engine_embedding="model.embedding.weight",
+    engine_repeats_ends=True,
+)

@@ -8,9 +8,10 @@ one below another.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal, NamedTuple, TypeAlias
 
 from mrl.config.lora import ENGINE_TARGETS, padded_rank
 from mrl.config.schema import ParallelConfig, RolloutConfig
@@ -30,9 +31,23 @@ from mrl.models.table import EMBEDDING, LM_HEAD, NORM, float32_tensors
 _VOCAB_MULTIPLE = 64
 
 
+EnginePart: TypeAlias = Literal["embedding", "head"] | int
+"""A layer, or the tensors before or after the layers."""
+
+
+class EnginePlace(NamedTuple):
+    """Place of a worker in its engine, which decides what it holds."""
+
+    stage: int
+    """Pipeline stage, which decides the layers."""
+    rank: int
+    """Rank in the stage, which decides the part of each layer."""
+
+
 @dataclass(frozen=True)
 class EngineSizes:
-    """Split of a vLLM engine over tensor ranks. If `ep` is their number, each rank holds whole experts."""
+    """Split of a vLLM engine over tensor ranks and stages. If `ep` is the number of tensor ranks, each holds whole
+    experts."""
 
     tp: int = 1
     ep: int = 1
@@ -42,6 +57,8 @@ class EngineSizes:
     """Form of the scales, if linear layers and experts arrive in FP8."""
     unaligned: frozenset[str] = frozenset()
     """Modules of layers that get the engine's dtype nevertheless, because their slices are not made of whole blocks."""
+    pp: int = 1
+    """Pipeline stages."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig, spec: ModelSpec, *, whole: bool = False) -> EngineSizes:
@@ -52,11 +69,41 @@ class EngineSizes:
                 fix="remove the setting of rollout.vllm that makes it necessary, such as quantization",
             )
         if isinstance(spec, OpenSpec):
-            return cls(rollout.tp, whole=True)
+            return cls(rollout.tp, whole=True, pp=rollout.pp)
         whole_experts = spec.moe and rollout.vllm.get("enable_expert_parallel", False)
-        return cls(rollout.tp, ep=rollout.tp if whole_experts else 1, whole=whole)
+        return cls(rollout.tp, ep=rollout.tp if whole_experts else 1, whole=whole, pp=rollout.pp)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of an engine."""
+        return self.tp * self.pp
+
+    def place(self, worker: int) -> EnginePlace:
+        """Return the place of a worker, by its number among the workers of all engines, in vLLM's order of ranks."""
+        return EnginePlace(*divmod(worker % self.num_workers, self.tp))
+
+    def stages_with(self, spec: ModelSpec, part: EnginePart) -> tuple[int, ...]:
+        """Return the stages that hold a part of the model.
+
+        The last stage has the embedding if it is also the head. Whole tensors go to every stage, whose loaders take
+        their part.
+        """
+        if self.whole or (isinstance(part, str) and FAMILIES[spec.family].engine_repeats_ends):
+            return tuple(range(self.pp))
+        last = self.pp - 1
+        if part == "embedding":
+            return (0, last) if spec.tied and last else (0,)
+        if part == "head":
+            return (last,)
+        return tuple(stage for stage in range(self.pp) if part in stage_layers(spec.num_layers, self.pp, stage))
 
     def check(self, spec: ModelSpec) -> None:
+        if self.pp > spec.num_layers:
+            what = f"an engine with {self.pp} stages has more of them than the model has layers, {spec.num_layers}"
+            raise ModelError(what, fix=f"rollout.pp={spec.num_layers} or less")
+        if self.pp > 1 and isinstance(spec, OpenSpec):
+            what = f"engines with {self.pp} stages have not been compared for family {spec.family}, which has no table"
+            raise ModelError(what, fix="rollout.pp=1")
         if self.ep not in (1, self.tp):
             raise ModelError(
                 f"ep {self.ep} is not 1 or the engine's tp {self.tp}",
@@ -94,30 +141,62 @@ class Fused:
         return math.prod(self.shape) // columns, columns
 
 
-def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> list[Fused]:
-    """Return every parameter of that rank, by vLLM's names."""
+def stage_layers(num_layers: int, pp: int, stage: int) -> range:
+    """Return the layers that vLLM gives a stage. If some remain, the stages just before the last get one more
+    each."""
+    each, remaining = divmod(num_layers, pp)
+    first_longer = pp - 1 - remaining
+    start = stage * each + max(0, stage - first_longer)
+    return range(start, start + each + (first_longer <= stage < pp - 1))
+
+
+def rollout_tensors(spec: ModelSpec, sizes: EngineSizes, worker: int) -> list[Fused]:
+    """Return every parameter of that worker of an engine, by vLLM's names."""
     sizes.check(spec)
-    layers = (fused for layer in range(spec.num_layers) for fused in layer_tensors(spec, sizes, rank, layer))
-    return [*embedding_tensors(spec, sizes, rank), *layers, *head_tensors(spec, sizes, rank)]
+    stage, rank = sizes.place(worker)
+    tensors: list[Fused] = []
+    if stage in sizes.stages_with(spec, "embedding"):
+        tensors += embedding_tensors(spec, sizes, rank)
+    for layer in range(spec.num_layers):
+        if stage in sizes.stages_with(spec, layer):
+            tensors += layer_tensors(spec, sizes, rank, layer)
+    if stage in sizes.stages_with(spec, "head"):
+        tensors += head_tensors(spec, sizes, rank)
+    return tensors
+
+
+def largest_stage(spec: ModelSpec, sizes: EngineSizes, num_bytes: Callable[[Fused], int]) -> tuple[int, int]:
+    """Return the bytes of the first worker of the stage with the most, and of the largest tensor."""
+
+    def measured(tensors: Iterable[Fused]) -> tuple[int, int]:
+        each = [num_bytes(tensor) for tensor in tensors]
+        return sum(each), max(each, default=0)
+
+    parts: dict[EnginePart, tuple[int, int]] = {
+        "embedding": measured(embedding_tensors(spec, sizes, 0)),
+        "head": measured(head_tensors(spec, sizes, 0)),
+    }
+    for layers in spec.layers_by_kind().values():
+        parts |= dict.fromkeys(layers, measured(layer_tensors(spec, sizes, 0, layers[0])))
+    sums = [0] * sizes.pp
+    for part, (size, _) in parts.items():
+        for stage in sizes.stages_with(spec, part):
+            sums[stage] += size
+    return max(sums), max(largest for _, largest in parts.values())
 
 
 @cache
-def engine_bytes(spec: ModelSpec, tp: int, dtype: str, linear_bytes: int | None = None) -> tuple[int, int]:
-    """Return the bytes of the fused tensors of the first worker of an engine in that dtype, and of the largest.
+def engine_bytes(spec: ModelSpec, tp: int, dtype: str, linear_bytes: int | None = None, pp: int = 1) -> tuple[int, int]:
+    """Return the bytes of the fused tensors of an engine's fullest worker in that dtype, and of the largest tensor.
 
     `linear_bytes` are those of an element of linear layers and experts, if the engine quantizes them.
     """
-    sizes, sums, largest = EngineSizes(tp), 0, 0
-    parts = [(1, (*embedding_tensors(spec, sizes, 0), *head_tensors(spec, sizes, 0)))]
-    parts += [(len(layers), (*layer_tensors(spec, sizes, 0, layers[0]),)) for layers in spec.layers_by_kind().values()]
-    for count, tensors in parts:
-        num_bytes = [
-            math.prod(tensor.shape)
-            * (linear_bytes if linear_bytes and is_linear(tensor) else ITEM_BYTES[tensor.dtype or dtype])
-            for tensor in tensors
-        ]
-        sums, largest = sums + count * sum(num_bytes), max(largest, *num_bytes)
-    return sums, largest
+
+    def num_bytes(tensor: Fused) -> int:
+        item = linear_bytes if linear_bytes and is_linear(tensor) else ITEM_BYTES[tensor.dtype or dtype]
+        return math.prod(tensor.shape) * item
+
+    return largest_stage(spec, EngineSizes(tp, pp=pp), num_bytes)
 
 
 def is_linear(tensor: Fused) -> bool:

@@ -205,12 +205,17 @@ class ModelSpec:
             return self.attention_flops_per_token_pair
         return 2 * self.num_layers * self.num_heads * (2 * self.mla.kv_rank + self.mla.rope_dim)
 
-    def cached_elements(self, tp: int) -> int:
-        """Return the elements that an engine's rank caches per token: keys and values of its heads, or the latents."""
+    def cached_elements(self, tp: int, stage: range | None = None) -> int:
+        """Return the elements that an engine's rank caches per token: keys and values of its heads, or the latents.
+
+        `stage` gives the layers of a pipeline stage, otherwise all count.
+        """
+        layers = range(self.num_layers) if stage is None else stage
         if self.mla:
-            return self.num_layers * (self.mla.kv_rank + self.mla.rope_dim)
+            return len(layers) * (self.mla.kv_rank + self.mla.rope_dim)
         # With a window in all layers, the cache is planned as if nothing left it.
-        num_layers = len(self.layers_without_window) or _num_full(self)
+        growing = self.layers_without_window or {layer for layer in layers if not self.is_linear(layer)}
+        num_layers = len(growing & {*layers})
         return 2 * num_layers * max(1, self.num_kv_heads // tp) * self.head_dim
 
     def sequence_flops(self, num_tokens: int) -> int:

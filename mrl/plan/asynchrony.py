@@ -270,7 +270,7 @@ class AsynchronyPlan:
 def workload(subject: PlanInput, lengths: Lengths) -> Workload:
     config, spec, device = subject.config, subject.specs["actor"], subject.hardware
     engine, rollout = engine_memory(config, spec, device), config.rollout
-    flops_per_s = rollout.tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
+    flops_per_s = rollout.num_devices * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
     whole, prompt = math.ceil(lengths.whole), math.ceil(lengths.prompt)
     sharing = config.batch.samples_per_prompt if rollout.vllm.get("enable_prefix_caching") is not False else 1
     phases = {phase.name: phase.seconds for phase in plan_time(subject, lengths).phases}

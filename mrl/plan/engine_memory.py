@@ -63,15 +63,16 @@ class EngineMemory:
 def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> EngineMemory:
     """Return the memory that vLLM needs, and what remains for its cache."""
     rollout, options = config.rollout, config.rollout.vllm
-    EngineSizes(rollout.tp).check(spec)
+    EngineSizes(rollout.tp, pp=rollout.pp).check(spec)
     if num_engines(config) < 1:
-        raise PlacementError(f"no engine with {counted(rollout.tp, 'device')} fits on its devices")
+        raise PlacementError(f"no engine with {counted(rollout.num_devices, 'device')} fits on its devices")
     demand = planned_demand(config, spec, hardware.memory_bytes)
     capacity, reserve = engine_capacity(demand), ASSUMPTIONS.engine_reserve_bytes
     sequences, tokens = capacity.max_num_seqs, capacity.max_num_batched_tokens
     _, largest = handed_over(spec, sent_sizes(config, spec), demand.dtype)
     quantized = is_online_fp8(options)
-    held = f"the parameters of a worker at tp {rollout.tp} in {'FP8' if quantized else demand.dtype}"
+    split = f"tp {rollout.tp}" + (f" in the fullest of {rollout.pp} stages" if rollout.pp > 1 else "")
+    held = f"the parameters of a worker at {split} in {'FP8' if quantized else demand.dtype}"
     work = demand.work_bytes(sequences, tokens)
     cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"
     if options.get("kv_cache_memory_bytes") is None:

@@ -154,16 +154,17 @@ def _engines(subject: PlanInput) -> Processes:
     config, spec = subject.config, subject.specs["actor"]
     parts = {name: num_bytes for name, num_bytes, _ in engine_memory(config, spec, subject.hardware).parts}
     # vLLM prefers this variable
-    tp, space = config.rollout.tp, int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * GIB
+    workers, space = config.rollout.num_devices, int(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0) * GIB
     cache = (space or parts["cache"]) * (config.rollout.engine == "vllm")
-    held = tp * (parts["weights"] + cache) + (tp + engine_nodes(config) * (tp > 1)) * ASSUMPTIONS.cpu_engine_bytes
+    processes = workers + engine_nodes(config) * (workers > 1)
+    held = workers * (parts["weights"] + cache) + processes * ASSUMPTIONS.cpu_engine_bytes
     packed = spec.vocab * spec.hidden * ITEM_BYTES[config.actor.dtype] * spec.tied  # a second copy of the head
-    spare = tp * (parts["work space"] + _bucket_bytes(subject)) + packed
+    spare = workers * (parts["work space"] + _bucket_bytes(subject)) + packed
     return Processes("engines", num_engines(config), held, 0, spare)
 
 
 def _bucket_bytes(subject: PlanInput) -> int:
     """Return the size of the transfer buckets that one of the two sides may still hold."""
     config = subject.config
-    num_bytes, _ = engine_bytes(subject.specs["actor"], config.rollout.tp, config.actor.dtype)
+    num_bytes, _ = engine_bytes(subject.specs["actor"], config.rollout.tp, config.actor.dtype, pp=config.rollout.pp)
     return min(config.sync.bucket_bytes, num_bytes)

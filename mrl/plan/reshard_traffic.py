@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,7 +14,7 @@ from mrl.config.schema import Config, ParallelConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.fp8_scales import FP8, SCALE, Fp8Form
 from mrl.models.layout import layers_of_chunk
-from mrl.models.rollout_table import EngineSizes, Fused, embedding_tensors, head_tensors, layer_tensors
+from mrl.models.rollout_table import EnginePart, EngineSizes, Fused, largest_stage
 from mrl.models.spec import ModelSpec
 from mrl.rollout.quantization import sent_form
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
@@ -34,14 +35,8 @@ def _in_fp8(
 
 
 def handed_over(spec: ModelSpec, sizes: EngineSizes, dtype: str) -> tuple[int, int]:
-    """Return the bytes that the first worker of an engine gets, and those of the largest tensor."""
-    sums, largest = 0, 0
-    parts = [(1, (*embedding_tensors(spec, sizes, 0), *head_tensors(spec, sizes, 0)))]
-    parts += [(len(layers), (*layer_tensors(spec, sizes, 0, layers[0]),)) for layers in spec.layers_by_kind().values()]
-    for count, tensors in parts:
-        num_bytes = [math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype or dtype] for tensor in tensors]
-        sums, largest = sums + count * sum(num_bytes), max(largest, *num_bytes)
-    return sums, largest
+    """Return the bytes that the worker of an engine with the most gets, and those of the largest tensor."""
+    return largest_stage(spec, sizes, lambda tensor: math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype or dtype])
 
 
 @dataclass(frozen=True)
@@ -57,15 +52,17 @@ class ReshardTraffic:
 
     def __init__(self, intersections: ShardIntersections, mesh: Mesh, devices_per_node: int, dtype: str) -> None:
         self._mesh, self._devices_per_node, self._dtype = mesh, devices_per_node, dtype
-        self._tp, self._regions = intersections.sizes.tp, intersections.regions
+        self._spec, self._sizes, self._regions = intersections.spec, intersections.sizes, intersections.regions
         self._groups = _groups(intersections.spec, intersections.layout)
         self._is_near = cache(self._has_copy)
 
     def received(self, rank: int) -> RankTraffic:
         """Return the bytes that a rank receives for the worker on its device. It already holds the others."""
         link = network = 0
-        for (kind, stages), count in self._groups.items():
-            for fused, regions in self._regions(kind, rank % self._tp, None):
+        place = self._sizes.place(rank)
+        for (kind, stages), parts in self._groups.items():
+            count = sum(place.stage in self._sizes.stages_with(self._spec, part) for part in parts)
+            for fused, regions in self._regions(kind, place.rank, None) if count else ():
                 item = self._item_bytes(fused)
                 for owner, region in regions.items():
                     if self._is_near(owner, stages, rank, rank + 1):
@@ -78,9 +75,13 @@ class ReshardTraffic:
         return RankTraffic(link, network)
 
     def busiest(self) -> RankTraffic:
-        """Return the traffic of the slowest rank, among the first and the last rank of each stage."""
-        mesh, per_stage = self._mesh, self._mesh.world_size // self._mesh.pp
+        """Return the traffic of the slowest rank, among the first and the last rank of each stage of the trainer, and
+        of each stage of the first and the last engine there."""
+        mesh, per_stage, tp = self._mesh, self._mesh.world_size // self._mesh.pp, self._sizes.tp
         ends = {rank for stage in range(mesh.pp) for rank in (stage * per_stage, (stage + 1) * per_stage - 1)}
+        if self._sizes.pp > 1:
+            first, workers = {end - end % tp for end in ends}, self._sizes.num_workers
+            ends |= {rank for end in first for rank in range(end, min(end + workers, mesh.world_size), tp)}
         return max(map(self.received, ends), key=lambda traffic: (traffic.network, traffic.link))
 
     def _item_bytes(self, fused: Fused) -> int:
@@ -102,16 +103,16 @@ class ReshardTraffic:
         return False
 
 
-def _groups(spec: ModelSpec, layout: ParallelConfig) -> Counter[tuple[Kind, tuple[int, ...]]]:
-    """Return the number of groups of each kind in the stages. Tied embeddings belong to two."""
+def _groups(spec: ModelSpec, layout: ParallelConfig) -> Mapping[tuple[Kind, tuple[int, ...]], list[EnginePart]]:
+    """Return the groups of each kind in the stages, as engines divide them. Tied embeddings belong to two stages."""
     last = layout.pp - 1
-    groups: Counter[tuple[Kind, tuple[int, ...]]] = Counter()
-    groups["embedding", (0, last) if spec.tied and last else (0,)] += 1
-    groups["head", (last,)] += 1
+    groups: dict[tuple[Kind, tuple[int, ...]], list[EnginePart]] = defaultdict(list)
+    groups["embedding", (0, last) if spec.tied and last else (0,)].append("embedding")
+    groups["head", (last,)].append("head")
     for stage in range(layout.pp):
         for chunk in range(layout.vpp):
             for layer in layers_of_chunk(layout, spec.num_layers, stage, chunk):
-                groups[spec.kind(layer), (stage,)] += 1
+                groups[spec.kind(layer), (stage,)].append(layer)
     return groups
 
 

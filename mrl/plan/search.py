@@ -348,6 +348,8 @@ def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
         fastest = float("inf")
         for share in shares:  # a larger share that is not faster only uses memory
             changes = {"rollout.tp": tp, "rollout.vllm.gpu_memory_utilization": share}
+            if placed.config.rollout.pp > 1:
+                changes["rollout.pp"] = 1  # stages add room for the cache, but no speed
             subject = placed.with_changes_unchecked(changes)
             if (seconds := rollout_phase(subject, lengths).seconds) < fastest:
                 fastest = seconds

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from mrl.config.arithmetic import (
-    engine_nodes,
     gets_adapters_only,
     has_own_rollout_pool,
     has_reference,
@@ -110,7 +109,7 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     """Return the engines' work until the longest sample has ended."""
     config, spec, device = subject.config, subject.specs["actor"], subject.hardware
     engine = engine_memory(config, spec, device)
-    engines, tp = num_engines(config), config.rollout.tp
+    engines, size = num_engines(config), config.rollout.num_devices
     samples = samples_per_step(config.batch) / engines
     fits_whole = samples <= engine.num_held(lengths.whole)
     batch = max(1.0, min(samples, math.inf if fits_whole else rows_by_cache(engine, lengths), engine.max_sequences))
@@ -121,7 +120,7 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     prompts, flops = samples, spec.sequence_flops(math.ceil(lengths.prompt))
     if config.rollout.vllm.get("enable_prefix_caching") is not False:
         prompts /= config.batch.samples_per_prompt
-    prompt_s = flops / (tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency)
+    prompt_s = flops / (size * device.flops_per_s * ASSUMPTIONS.prefill_efficiency)
     parts = {
         "prefill": prompts * (prompt_s + lengths.prompt * engine_link_s(subject)),
         "decoding": samples * lengths.response / batch * step_s(batch, context),
@@ -138,13 +137,15 @@ def node_link_bytes_per_s(subject: PlanInput) -> float:
 
 
 def engine_link_s(subject: PlanInput) -> float:
-    """Return the seconds per token in which an engine over several nodes adds up hidden states, twice per layer. Within
-    a node this is a part of the launches."""
-    config, spec, tp = subject.config, subject.specs["actor"], subject.config.rollout.tp
-    if engine_nodes(config) == 1:
-        return 0.0
+    """Return the seconds per token of messages inside an engine: tensor ranks over several nodes add up hidden states,
+    twice per layer, and a stage sends them to the next. Within a node, sums are a part of the launches."""
+    config, spec, tp, pp = subject.config, subject.specs["actor"], subject.config.rollout.tp, subject.config.rollout.pp
     hidden = ITEM_BYTES[config.rollout.vllm.get("dtype", config.actor.dtype)] * spec.hidden
-    return spec.num_layers * 2 * 2 * hidden * (tp - 1) / tp / node_link_bytes_per_s(subject)
+    seconds = 0.0
+    if tp > config.cluster.devices_per_node:
+        seconds = spec.num_layers / pp * 2 * 2 * hidden * (tp - 1) / tp / node_link_bytes_per_s(subject)
+    # Stages send at the same time, each the hidden states and the sum of the layers before.
+    return seconds + (2 * hidden * _s_per_byte(subject, config.rollout.num_devices) if pp > 1 else 0.0)
 
 
 def rows_by_cache(engine: EngineMemory, lengths: Lengths) -> float:
@@ -154,8 +155,13 @@ def rows_by_cache(engine: EngineMemory, lengths: Lengths) -> float:
 
 def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, float], float]:
     """Return a function of batch size and context that gives the seconds of one token for each sample. The GPU reads
-    weights and cache, multiplies and launches, or waits for the host, which schedules every sample."""
-    spec, device, tp = subject.specs["actor"], subject.hardware, subject.config.rollout.tp
+    weights and cache, multiplies and launches, or waits for the host, which schedules every sample.
+
+    Each of several stages has another part of the samples at a time. All of them read their weights for each part, and
+    every sample has a new token when each part has been in every stage.
+    """
+    spec, device = subject.specs["actor"], subject.hardware
+    tp, pp = subject.config.rollout.tp, subject.config.rollout.pp
     weights = next(size for name, size, _ in engine.parts if name == "weights")
     experts, untouched = 0.0, 0.0
     if spec.moe:
@@ -164,15 +170,16 @@ def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, fl
         experts = elements / spec.num_parameters * weights
         untouched = 1 - spec.moe.experts_per_token / spec.moe.num_experts
     bytes_per_s = device.memory_bytes_per_s * ASSUMPTIONS.decode_bandwidth
-    flops_per_s = tp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
+    flops_per_s = tp * pp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
     token_flops, pair_flops = spec.flops_per_token, spec.decode_flops_per_token_pair
     waits = 1 if tp == 1 else 2 if tp <= subject.config.cluster.devices_per_node else 4
-    launches_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + ASSUMPTIONS.decode_step_s
+    launches_s = spec.num_layers * ASSUMPTIONS.decode_layer_s * waits + pp * ASSUMPTIONS.decode_step_s
     link_s = engine_link_s(subject)
 
     def seconds(batch: float, context: float) -> float:
         cached = context * engine.token_bytes + engine.state_bytes
-        read_s = (weights - math.pow(untouched, batch) * experts + batch * cached) / bytes_per_s
+        part = max(1.0, batch / pp)
+        read_s = (pp * (weights - math.pow(untouched, part) * experts) + batch * cached) / bytes_per_s
         compute_s = batch * (token_flops + pair_flops * mean_visible(spec, context)) / flops_per_s
         return max(max(read_s, compute_s) + launches_s + batch * link_s, batch * ASSUMPTIONS.decode_sample_s)
 
@@ -274,7 +281,7 @@ def _weights(subject: PlanInput) -> dict[str, float]:
     """Return the seconds of sending weights into the engines, and of moving the trainer's memory to the host and
     back."""
     config, device, spec = subject.config, subject.hardware, subject.specs["actor"]
-    model, mesh, tp = config.actor, role_mesh(config, "actor"), config.rollout.tp
+    model, mesh = config.actor, role_mesh(config, "actor")
     dtype = config.rollout.vllm.get("dtype", model.dtype)
     if gets_adapters_only(config):
         assert model.lora is not None, "engines get the adapters of a model that has some"
@@ -284,7 +291,7 @@ def _weights(subject: PlanInput) -> dict[str, float]:
         }
     if has_own_rollout_pool(config):
         num_bytes = handed_over(spec, sent_sizes(config, spec), dtype)[0] / ASSUMPTIONS.link_efficiency
-        senders = min(1.0, mesh.world_size / (num_engines(config) * tp))
+        senders = min(1.0, mesh.world_size / (num_engines(config) * config.rollout.num_devices))
         return {"reshard": num_bytes / device.network_bytes_per_s / senders}
     traffic = busiest_traffic(config, spec)
     inside, outside = traffic.link / device.link_bytes_per_s, traffic.network / device.network_bytes_per_s

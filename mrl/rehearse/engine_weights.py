@@ -19,7 +19,8 @@ from mrl.models.table import shards_of
 from mrl.plan.memory import gib
 from mrl.rollout.quantization import shares_scales
 from mrl.weight_sync.ipc import ALIGNMENT_BYTES
-from mrl.weight_sync.planner import BucketSizes, ReshardPlanner, RolloutLayout
+from mrl.weight_sync.planner import BucketSizes, ReshardPlanner
+from mrl.weight_sync.rollout_layout import RolloutLayout
 
 ENGINE_ROLE = "rollout"
 """Role whose rehearsal is that of an engine."""
@@ -93,7 +94,7 @@ def rollout_layout(config: Config, spec: ModelSpec) -> RolloutLayout:
     """Return the engines of a run, on the actor's devices or on devices after them, filled node by node."""
     num_trainers = role_mesh(config, "actor").world_size
     first = num_trainers if has_own_rollout_pool(config) else 0
-    hosts = range(first, first + num_engines(config) * config.rollout.tp)
+    hosts = range(first, first + num_engines(config) * config.rollout.num_devices)
     nodes = tuple(rank // config.cluster.devices_per_node for rank in range(max(num_trainers, hosts.stop)))
     sizes, in_step = EngineSizes.of(config.rollout, spec), shares_scales(config.rollout)
     return RolloutLayout(sizes, tuple(hosts), nodes, in_step=in_step)
@@ -108,9 +109,9 @@ class PlannedWeights:
         self._sizes = BucketSizes(config.sync.bucket_bytes, dtype, config.actor.dtype, ALIGNMENT_BYTES)
         self._held = cache(self._pieces_held)
 
-    def of(self, tp_rank: int) -> Iterator[Fused]:
+    def of(self, worker: int) -> Iterator[Fused]:
         """Yield the tensors of a worker, each with the slices of Hugging Face tensors that its sources have for it."""
-        plan = self._planner.plan(self._planner.rollout.hosts[tp_rank], self._sizes)
+        plan = self._planner.plan(self._planner.rollout.hosts[worker], self._sizes)
         for bucket in plan.buckets:
             pieces: dict[int, list[Piece]] = defaultdict(list)
             for source, transfers in bucket.incoming.items():

@@ -52,9 +52,10 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
         spec, dtype = read_spec(settings.model), torch_dtype(settings.dtype)
         planned = PlannedWeights(config, spec, settings.dtype)
         sizes = EngineSizes.of(config.rollout, spec)
-        wide = {tensor.name for tensor in rollout_tensors(spec, sizes, 0) if tensor.dtype == "float32"}
+        stages = (rollout_tensors(spec, sizes, stage * sizes.tp) for stage in range(sizes.pp))
+        wide = {tensor.name for tensors in stages for tensor in tensors if tensor.dtype == "float32"}
         name, reason, ranks = FAMILIES[spec.family].architecture("lm"), "", []
-        for rank in range(settings.tp):
+        for rank in range(settings.num_workers):
             with ExitStack() as stack:
                 try:
                     vllm_config = EngineArgs(**engine_arguments(settings)).create_engine_config()
@@ -90,6 +91,7 @@ def _settings(config: Config, model: Path) -> EngineSettings:
         sockets=model,
         replica="",
         tp=rollout.tp,
+        pp=rollout.pp,
         share=engine_share(config),
         vllm={name: value for name, value in rollout.vllm.items() if name not in left_out},
     )

@@ -30,7 +30,8 @@ from mrl.models.rollout_table import Fused
 @contextmanager
 def engine_rank(config: VllmConfig, rank: int) -> Iterator[None]:
     """Make this process one rank of an engine, in groups that vLLM computes."""
-    size = config.parallel_config.tensor_parallel_size
+    tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+    size = tp * pp
     torch.distributed.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         with (
@@ -39,7 +40,7 @@ def engine_rank(config: VllmConfig, rank: int) -> Iterator[None]:
             set_current_vllm_config(config),
         ):
             parallel_state._WORLD = parallel_state.init_world_group([*range(size)], rank, "fake")
-            parallel_state.initialize_model_parallel(size)
+            parallel_state.initialize_model_parallel(tp, pp)
             yield
     finally:
         parallel_state.destroy_model_parallel()

@@ -10,7 +10,7 @@ from mrl.config.arithmetic import longest_sample_tokens, num_engines, samples_pe
 from mrl.config.hardware import DEFAULT_UTILIZATION, ENGINE_RESERVE_BYTES
 from mrl.config.schema import Config
 from mrl.dtypes import ITEM_BYTES
-from mrl.models.rollout_table import adapter_slot_bytes, engine_bytes
+from mrl.models.rollout_table import adapter_slot_bytes, engine_bytes, stage_layers
 from mrl.models.spec import ModelSpec
 from mrl.models.windows import window_elements
 from mrl.rollout.quantization import FP8_BYTES, cache_bytes_per_element, is_online_fp8
@@ -48,6 +48,13 @@ class EngineDemand:
     """The user's `rollout.vllm`."""
     adapter_rank: int = 0
     """Rank of the adapters that the engine applies; 0 for plain weights."""
+    pp: int = 1
+    """Pipeline stages."""
+
+    @property
+    def _stages(self) -> list[range]:
+        """Layers of each stage."""
+        return [stage_layers(self.spec.num_layers, self.pp, stage) for stage in range(self.pp)]
 
     @property
     def item_bytes(self) -> int:
@@ -55,20 +62,22 @@ class EngineDemand:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes that one device caches of one token."""
-        return self.spec.cached_elements(self.tp) * cache_bytes_per_element(self.vllm, self.item_bytes)
+        """Return the bytes that a device of the stage with the largest cache caches of one token."""
+        elements = max(self.spec.cached_elements(self.tp, layers) for layers in self._stages)
+        return elements * cache_bytes_per_element(self.vllm, self.item_bytes)
 
     @property
     def state_bytes(self) -> int:
         """Return the bytes that one device keeps of a sample of any length: in layers with a window, and as states of
         linear attention."""
         states = self.spec.gdn.state_bytes(self.tp, self.item_bytes) if self.spec.gdn else 0
-        return window_elements(self.spec, self.tp) * cache_bytes_per_element(self.vllm, self.item_bytes) + states
+        elements = max(window_elements(self.spec, self.tp, layers) for layers in self._stages)
+        return elements * cache_bytes_per_element(self.vllm, self.item_bytes) + states
 
     @property
     def weight_bytes(self) -> int:
         linear_bytes = FP8_BYTES if is_online_fp8(self.vllm) else None
-        return engine_bytes(self.spec, self.tp, self.dtype, linear_bytes)[0]
+        return engine_bytes(self.spec, self.tp, self.dtype, linear_bytes, self.pp)[0]
 
     @property
     def adapter_bytes(self) -> int:
@@ -150,6 +159,7 @@ def planned_demand(config: Config, spec: ModelSpec, memory_bytes: int) -> Engine
         share=engine_share(config),
         vllm=engine_options(config),
         adapter_rank=config.actor.lora.engine_rank if config.actor.lora else 0,
+        pp=rollout.pp,
     )
 
 

@@ -67,12 +67,18 @@ class EngineSettings:
     """Run whose directory gets the schedule of the engine's calls."""
     replays: Path | None = None
     """Run whose schedule is replayed."""
+    pp: int = 1
+    """Pipeline stages, each with `tp` workers."""
     nodes: tuple[str, ...] = ()
     """Addresses of the engine's nodes; empty if it is on one node."""
     node: int = 0
     """Number of this process's node among them."""
     port: int = 0
     """Port on the first of them where the engine's workers meet."""
+
+    @property
+    def num_workers(self) -> int:
+        return self.tp * self.pp
 
 
 class EngineFollower(ABC):

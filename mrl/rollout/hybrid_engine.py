@@ -45,8 +45,8 @@ from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.schedule import REPLICA
 from mrl.spans import SPANS
 from mrl.weight_sync.ipc import socket_path
-from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import WeightSyncSpec
+from mrl.weight_sync.rollout_layout import RolloutLayout
 from mrl.weight_sync.row_planner import sizes_for_fp8
 
 SOCKETS = "handover"
@@ -114,13 +114,13 @@ class HybridEngine:
 
     def connect(self) -> None:
         """Send the trainer's ranks, whose models are loaded now, the devices of all engines."""
-        config, tp = self._config, self._config.rollout.tp
+        config, per_engine = self._config, self._config.rollout.num_devices
         groups, pools = {role: group.result() for role, group in self._groups.items()}, config.placement.roles
         self._actor = groups["actor"]
         guests = {role: group for role, group in groups.items() if role != "actor" and pools[role] == pools["actor"]}
         self._guests = [*guests.values()]
         self._scoring = [group for role, group in guests.items() if role in config.scoring_models()]
-        num_workers = num_engines(config) * tp
+        num_workers = num_engines(config) * per_engine
         nodes = [node for node, _ in self._actor.where()]
         first = len(nodes) if self._receivers else 0
         nodes += [node for node, _ in self._receivers.where()] if self._receivers else []
@@ -137,7 +137,8 @@ class HybridEngine:
         route = WeightSyncSpec(
             layout=RolloutLayout(sizes, hosts, tuple(numbers[node] for node in nodes), in_step=in_step),
             sockets=tuple(
-                socket_path(self._sockets, REPLICA.format(worker // tp), worker % tp) for worker in range(num_workers)
+                socket_path(self._sockets, REPLICA.format(worker // per_engine), worker % per_engine)
+                for worker in range(num_workers)
             ),
             dtype=self._settings(0).dtype,
             trained_dtype=held_dtype(config.actor),
@@ -251,7 +252,7 @@ class HybridEngine:
         """
         rollout = self._config.rollout
         for replica, rooms in self.fleet.wake(part).items():
-            for device, room in enumerate(rooms, replica * rollout.tp):
+            for device, room in enumerate(rooms, replica * rollout.num_devices):
                 if room.lacking_bytes > 0:
                     memory_by_role = {
                         group.role: group.device_memory()[device] for group in (self._actor, *self._guests)
@@ -261,10 +262,10 @@ class HybridEngine:
 
     def _start_replica(self, index: int) -> RayWorkerGroup:
         """Start a group with one process on each node of an engine: the engine, and followers on further nodes."""
-        resources, tp = self._context.resources, self._config.rollout.tp
+        resources, per_engine = self._context.resources, self._config.rollout.num_devices
         slots = resources.device_slots("rollout" if self._receivers else "actor")
         step = devices_per_engine_node(self._config)
-        firsts = range(index * tp, (index + 1) * tp, step)
+        firsts = range(index * per_engine, (index + 1) * per_engine, step)
         gpus = [",".join(self._gpus[first : first + step]) for first in firsts] if self._gpus else []
         devices = [slots.devices[first] for first in firsts]
         slot = DeviceSlots(devices, slots.fraction, slots.description, gpus)
@@ -293,6 +294,7 @@ class HybridEngine:
             sockets=self._sockets,
             replica=REPLICA.format(index),
             tp=rollout.tp,
+            pp=rollout.pp,
             share=MAX_SEQUENCES if self._loads_files else engine_share(self._config),
             loads_files=self._loads_files,
             reads_text=self._reads_text,
@@ -322,10 +324,10 @@ class HybridEngine:
         """
         if self._loads_files:
             return ""
-        began, tp = time.perf_counter(), self._config.rollout.tp
+        began, per_engine = time.perf_counter(), self._config.rollout.num_devices
         if self._parameters_are_away:
             self._actor.onload("parameters")
-        workers = [replica * tp + rank for replica in replicas for rank in range(tp)]
+        workers = [replica * per_engine + number for replica in replicas for number in range(per_engine)]
         pending = self._receivers.send_weights.future(version, workers) if self._receivers else None
         reports = self._actor.send_weights(version, workers) + (pending.get() if pending else [])
         if self._parameters_are_away:

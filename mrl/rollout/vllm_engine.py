@@ -45,17 +45,19 @@ _DISCARD_EVERYTHING = 2
 
 
 class VllmEngine(RolloutEngine):
-    """A vLLM engine in this process. With tensor parallelism its workers are separate processes."""
+    """A vLLM engine in this process. Several workers are separate processes."""
 
     follower = staticmethod(lambda settings: VllmFollower(settings, engine_arguments(settings)))
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         prepare_process(settings)
-        with store_without_a_file() if settings.tp == 1 else nullcontext():
+        with store_without_a_file() if settings.num_workers == 1 else nullcontext():
             self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings)))
         init_info = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
+        if settings.pp > 1 and settings.device == "cpu":
+            self._on_workers("make_stage_input")
         self.full_tensor_reason = next(filter(None, self._on_workers("full_tensor_reason")), "")
         if isinstance(spec := read_spec(settings.model), OpenSpec):
             self.full_tensor_reason = f"mrl has no table for the family {spec.family}"
@@ -200,7 +202,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "model": str(settings.model),
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tp,
-        "distributed_executor_backend": "mp" if settings.tp > 1 else "uni",
+        "pipeline_parallel_size": settings.pp,
+        "distributed_executor_backend": "mp" if settings.num_workers > 1 else "uni",
         "max_model_len": settings.max_tokens,
         "skip_tokenizer_init": not settings.reads_text,
         "trust_remote_code": False,
@@ -271,6 +274,7 @@ def _demand(settings: EngineSettings) -> EngineDemand:
         share=settings.share,
         vllm=settings.vllm,
         adapter_rank=settings.adapter_rank,
+        pp=settings.pp,
     )
 
 

@@ -1,6 +1,6 @@
 """Processes of a vLLM engine: what they inherit, and the workers on its nodes after the first.
 
-With tensor parallelism each worker is a separate process. Over several nodes, the engine on the first node directs all
+Each of several workers is a separate process. Over several nodes, the engine on the first node directs all
 workers by messages, and a follower on each further node starts and watches the workers of its node.
 """
 
@@ -22,6 +22,8 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from mrl.errors import RolloutError, SetupError
 from mrl.rollout.engine import EngineFollower, EngineSettings
 from mrl.weight_sync.vllm_plugin import ENDS_WITH_PARENT, TRANSFER_BACKEND
+
+_LAYERS = "VLLM_PP_LAYER_PARTITION"
 
 
 class VllmFollower(EngineFollower):
@@ -47,6 +49,9 @@ def prepare_process(settings: EngineSettings) -> None:
             "vLLM cannot receive mrl's weights: mrl is on the path, but it is not installed (vLLM plugin)",
             fix="pip install -e .",
         )
+    if settings.pp > 1 and (layers := os.environ.get(_LAYERS)):
+        what = f"{_LAYERS} is {layers}, but mrl sends each stage of an engine the layers that vLLM gives it by default"
+        raise SetupError(what, fix=f"unset {_LAYERS}")
     if settings.device == "cpu" and settings.vllm.get("enforce_eager"):
         _compile_nothing()
     if settings.nodes:

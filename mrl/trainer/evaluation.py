@@ -40,7 +40,10 @@ def engines_alone(config: Config) -> Config:
     Those keep their pools. They may share the engines' pool, because the engines have ended when they start.
     """
     engine_pool = config.placement.roles["rollout" if has_own_rollout_pool(config) else "actor"]
-    pools, roles = {engine_pool: num_engines(config) * config.rollout.tp}, {"actor": "nobody", "rollout": engine_pool}
+    pools, roles = (
+        {engine_pool: num_engines(config) * config.rollout.num_devices},
+        {"actor": "nobody", "rollout": engine_pool},
+    )
     for role in config.scoring_models():
         pool = roles[role] = config.placement.roles[role]
         pools[pool] = config.placement.pools[pool]

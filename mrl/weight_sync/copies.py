@@ -15,23 +15,23 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class Workers:
-    """The workers of all engines, by their tensor rank and the node of their device."""
+    """The workers of all engines, by their position in their engine and the node of their device."""
 
-    def __init__(self, hosts: Sequence[int], nodes: Sequence[int], tp: int) -> None:
-        self.hosts, self.nodes, self.tp = hosts, nodes, tp
-        self.num_engines = len(hosts) // tp
+    def __init__(self, hosts: Sequence[int], nodes: Sequence[int], per_engine: int) -> None:
+        self.hosts, self.nodes, self.per_engine = hosts, nodes, per_engine
+        self.num_engines = len(hosts) // per_engine
         self._on_node: dict[tuple[int, int], list[int]] = defaultdict(list)
         for worker, host in enumerate(hosts):
-            self._on_node[nodes[host], worker % tp].append(worker)
+            self._on_node[nodes[host], worker % per_engine].append(worker)
 
-    def on_node(self, node: int, tp_rank: int) -> Sequence[int]:
-        return self._on_node.get((node, tp_rank), ())
+    def on_node(self, node: int, position: int) -> Sequence[int]:
+        return self._on_node.get((node, position), ())
 
-    def turn(self, tp_rank: int, number: int, num_copies: int) -> int:
+    def turn(self, position: int, number: int, num_copies: int) -> int:
         """Return the position of the copy, of those on other nodes, that the first engine's worker uses for this group
         of tensors. The next engine uses the next copy."""
         rounds = -(-num_copies // self.num_engines)
-        return (tp_rank + self.num_engines * (number % rounds)) % num_copies
+        return (position + self.num_engines * (number % rounds)) % num_copies
 
 
 class Copies:
@@ -49,21 +49,21 @@ class Copies:
         host = self._workers.hosts[worker]
         if host in self._position:
             return host
-        engine, tp_rank = divmod(worker, self._workers.tp)
+        engine, position = divmod(worker, self._workers.per_engine)
         if near := self._by_node.get(self._workers.nodes[host]):
-            return near[(engine + tp_rank + number) % len(near)]
-        return self._ranks[(engine + self._workers.turn(tp_rank, number, len(self._ranks))) % len(self._ranks)]
+            return near[(engine + position + number) % len(near)]
+        return self._ranks[(engine + self._workers.turn(position, number, len(self._ranks))) % len(self._ranks)]
 
-    def receivers(self, rank: int, tp_rank: int, number: int) -> Iterator[int]:
-        """Yield the workers of this tensor rank, on other devices, to which a rank with a copy sends the region."""
+    def receivers(self, rank: int, position: int, number: int) -> Iterator[int]:
+        """Yield the workers at this position, on other devices, to which a rank with a copy sends the region."""
         workers, nodes = self._workers, self._workers.nodes
-        for worker in workers.on_node(nodes[rank], tp_rank):
+        for worker in workers.on_node(nodes[rank], position):
             if workers.hosts[worker] != rank and self.source(worker, number) == rank:
                 yield worker
         # Elsewhere it is this rank's turn for every engine at a distance of as many engines as there are copies.
         num_copies = len(self._ranks)
-        first = (self._position[rank] - workers.turn(tp_rank, number, num_copies)) % num_copies
+        first = (self._position[rank] - workers.turn(position, number, num_copies)) % num_copies
         for engine in range(first, workers.num_engines, num_copies):
-            worker = engine * workers.tp + tp_rank
+            worker = engine * workers.per_engine + position
             if nodes[workers.hosts[worker]] not in self._by_node:
                 yield worker

@@ -50,9 +50,9 @@ _HELLO_S = 5.0
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
-def socket_path(sockets: Path, replica: str, tp_rank: int) -> Path:
+def socket_path(sockets: Path, replica: str, worker: int) -> Path:
     """Return the socket on which one process of a replica receives weights."""
-    return sockets / f"{replica}-{tp_rank}.sock"
+    return sockets / f"{replica}-{worker}.sock"
 
 
 @dataclass(frozen=True)

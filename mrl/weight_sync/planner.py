@@ -17,47 +17,16 @@ from typing import NamedTuple
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ParallelConfig
 from mrl.dtypes import ITEM_BYTES
-from mrl.errors import PlacementError
 from mrl.models.fp8_scales import FP8, SCALE, scale_pieces
 from mrl.models.layout import RankPlace, check_layout, layers_of_chunk
 from mrl.models.regions import Region, intersection, num_elements
-from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
+from mrl.models.rollout_table import EnginePart, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Shard, float32_tensors, shards_of
 from mrl.rounding import round_up
 from mrl.weight_sync.copies import Copies, Workers
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner, ShardRegion
-
-
-@dataclass(frozen=True)
-class RolloutLayout:
-    """The engines, and the ranks on their devices: trainer ranks, or receivers, numbered after the trainer ranks."""
-
-    sizes: EngineSizes
-    hosts: tuple[int, ...]
-    """Rank on the device of each worker. Worker `replica * tp + rank` is that rank of that engine."""
-    nodes: tuple[int, ...]
-    """Node of each rank, receivers included."""
-    in_step: bool = False
-    """All workers of an engine take the layers in the same order, because they compute the scales of FP8 together."""
-
-    @property
-    def leaders(self) -> dict[int, int]:
-        """Return the rank on the device of an engine's first worker, for the rank of each of its workers."""
-        return {host: self.hosts[worker // self.sizes.tp * self.sizes.tp] for worker, host in enumerate(self.hosts)}
-
-    def check(self, spec: ModelSpec, num_trainers: int) -> None:
-        """Raise an error if the engines do not fit the model or the devices."""
-        self.sizes.check(spec)
-        num_ranks = len(self.nodes)
-        if num_ranks < num_trainers:
-            raise PlacementError(f"{num_ranks} ranks have a node, but there are {num_trainers} trainer ranks")
-        if len(self.hosts) % self.sizes.tp:
-            raise PlacementError(f"{len(self.hosts)} workers are not divisible into engines of tp {self.sizes.tp}")
-        if len({*self.hosts}) < len(self.hosts) or not {*self.hosts} <= {*range(num_ranks)}:
-            raise PlacementError(
-                f"workers are on the devices of ranks {list(self.hosts)}: each needs its own of the {num_ranks} ranks"
-            )
+from mrl.weight_sync.rollout_layout import RolloutLayout
 
 
 class ParameterSite(NamedTuple):
@@ -87,6 +56,11 @@ class LayerGroup:
     kind: Kind
     layer: int
     sites: tuple[ParameterSite, ...]
+
+    @property
+    def part(self) -> EnginePart:
+        """The group without its kind, which decides the stages of an engine that hold it."""
+        return "embedding" if self.kind == "embedding" else "head" if self.kind == "head" else self.layer
 
 
 class PlannedTensor(NamedTuple):
@@ -185,7 +159,13 @@ class ReshardPlanner:
         self._leader_of = rollout.leaders if rollout.in_step else {}
         self.groups = self._groups()
         self._regions = (intersections or ShardIntersections(spec, layout, rollout.sizes)).regions
-        self._workers = Workers(rollout.hosts, rollout.nodes, rollout.sizes.tp)
+        self._place = rollout.sizes.place
+        self._engine_stages = [rollout.sizes.stages_with(spec, group.part) for group in self.groups]
+        places = [self._place(worker).stage for worker in range(rollout.sizes.num_workers)]
+        self._positions = [
+            [position for position, stage in enumerate(places) if stage in stages] for stages in self._engine_stages
+        ]
+        self._workers = Workers(rollout.hosts, rollout.nodes, rollout.sizes.num_workers)
         self._copies = cache(self._find_copies)
         self._wide = float32_tensors(spec)
         self._travel = cache(self._find_travel)
@@ -197,22 +177,21 @@ class ReshardPlanner:
 
     def _planned(self, rank: int, sizes: BucketSizes, dtype: str) -> Iterator[PlannedBucket]:
         """Yield the buckets whose elements travel in a dtype. All ranks have the same number of them."""
-        leader_of = self._leader_of
-        own_stage, worker = self._stage(leader_of.get(rank, rank)), self._worker_of.get(rank)
-        tensors = self._buckets(own_stage, sizes, dtype, 0 if worker is None else worker % self.rollout.sizes.tp)
-        other_stages = {self._stage(leader_of.get(host, host)) for host in self.rollout.hosts} - {own_stage}
-        buckets = {own_stage: tensors} | {stage: self._buckets(stage, sizes, dtype) for stage in other_stages}
+        worker = self._worker_of.get(rank)
+        orders = {self._order(worker) for worker in range(len(self.rollout.hosts))}
+        buckets = {order: self._buckets(order, sizes, dtype) for order in orders}
+        tensors = [] if worker is None else self._buckets(self._order(worker), sizes, dtype, self._place(worker).rank)
         num_buckets = max(map(len, buckets.values()))
         incoming: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
         outgoing: list[dict[int, list[Transfer]]] = [defaultdict(list) for _ in range(num_buckets)]
-        places = {stage: _places(cut) for stage, cut in buckets.items()}
+        places = {order: _places(cut) for order, cut in buckets.items()}
         if worker is not None:
-            for bucket, source, transfer in self._received(worker, places[own_stage]):
+            for bucket, source, transfer in self._received(worker, places[self._order(worker)]):
                 incoming[bucket][source].append(transfer)
         if rank < self.mesh.world_size:
             for bucket, host, transfer in self._sent(rank, places):
                 outgoing[bucket][host].append(transfer)
-        for placed, received, sent in zip_longest([] if worker is None else tensors, incoming, outgoing, fillvalue=()):
+        for placed, received, sent in zip_longest(tensors, incoming, outgoing, fillvalue=()):
             yield PlannedBucket(tuple(placed), dict(received), dict(sent), dtype)
 
     def largest_bytes(self, dtype: str) -> int:
@@ -235,7 +214,7 @@ class ReshardPlanner:
             for piece in (*shard.pieces, *scales):
                 boxes[piece.hf].append(piece.source)
         count = 0
-        for fused in rollout_tensors(self.spec, self.rollout.sizes, worker % self.rollout.sizes.tp):
+        for fused in rollout_tensors(self.spec, self.rollout.sizes, worker):
             for piece in fused.pieces:
                 count += num_elements(piece.source)
                 overlaps = {intersection(piece.source, box) for box in boxes[piece.hf]}
@@ -282,21 +261,29 @@ class ReshardPlanner:
 
         return [dtype_of(fused) for fused, _ in self._regions(kind, 0, None)]
 
-    def _buckets(self, stage: int, sizes: BucketSizes, dtype: str, tp_rank: int = 0) -> list[list[PlannedTensor]]:
-        """Return the buckets of the workers on a stage's devices: first the stage's own tensors, then the next stage's,
-        and so on.
+    def _order(self, worker: int) -> tuple[int, int]:
+        """Return the stage of the trainer whose tensors a worker takes first, and its stage in its engine."""
+        host = self.rollout.hosts[worker]
+        return self._stage(self._leader_of.get(host, host)), self._place(worker).stage
+
+    def _buckets(
+        self, order: tuple[int, int], sizes: BucketSizes, dtype: str, rank: int = 0
+    ) -> list[list[PlannedTensor]]:
+        """Return the buckets of the workers of an engine's stage on devices of a trainer's stage: first the tensors
+        that these devices hold, then the next stage's, and so on.
 
         At any time each stage serves different workers. In a common order, all workers would wait for the first stage,
         then for the second.
         """
         buckets: list[list[PlannedTensor]] = [[]]
-        end = 0
+        (stage, engine_stage), end = order, 0
         for number in sorted(
             range(len(self.groups)), key=lambda n: (self.groups[n].sites[0].stage - stage) % self.mesh.pp
         ):
             group = self.groups[number]
             travel = self._travel(group.kind, sizes)
-            for index, (fused, _) in enumerate(self._regions(group.kind, tp_rank, None)):
+            held = self._regions(group.kind, rank, None) if engine_stage in self._engine_stages[number] else ()
+            for index, (fused, _) in enumerate(held):
                 if travel[index] != dtype:
                     continue
                 num_bytes = sizes.num_bytes(fused)
@@ -324,10 +311,11 @@ class ReshardPlanner:
         """
         # Four ranks of tp 2 with an engine of tp 1 on each device: worker 0, on rank 0's device, gets a layer's qkv in
         # two regions. The region of tp 0 is rank 0's own; ranks 1 and 3 have that of tp 1, and take turns by layer.
+        rank = self._place(worker).rank
         for number, group in enumerate(self.groups):
             sites = {site.stage: site for site in group.sites}
-            for index, (_, regions) in enumerate(self._regions(group.kind, worker % self._workers.tp, None)):
-                if (number, index) not in places:  # it travels in another dtype
+            for index, (_, regions) in enumerate(self._regions(group.kind, rank, None)):
+                if (number, index) not in places:  # it travels in another dtype, or another stage has it
                     continue
                 bucket, tensor = places[number, index]
                 for owner, region in regions.items():
@@ -335,19 +323,18 @@ class ReshardPlanner:
                     yield bucket, source, Transfer(sites[self._stage(source)], tensor, region)
 
     def _sent(
-        self, rank: int, places: dict[int, dict[tuple[int, int], tuple[int, int]]]
+        self, rank: int, places: dict[tuple[int, int], dict[tuple[int, int], tuple[int, int]]]
     ) -> Iterator[tuple[int, int, Transfer]]:
         """Yield what a rank sends to workers on other devices: bucket, rank on the worker's device, and transfer."""
         stage, owners = self._stage(rank), self._owners(rank)
         for number, group in enumerate(self.groups):
             sites = {site.stage: site for site in group.sites}
-            for tp_rank in range(self._workers.tp if stage in sites else 0):
-                for index, (_, regions) in enumerate(self._regions(group.kind, tp_rank, owners)):
+            for position in self._positions[number] if stage in sites else ():
+                for index, (_, regions) in enumerate(self._regions(group.kind, self._place(position).rank, owners)):
                     for owner, region in regions.items():
-                        for worker in self._copies(owner, tuple(sites)).receivers(rank, tp_rank, number):
-                            host = self.rollout.hosts[worker]
-                            if place := places[self._stage(self._leader_of.get(host, host))].get((number, index)):
-                                yield place[0], host, Transfer(sites[stage], place[1], region)
+                        for worker in self._copies(owner, tuple(sites)).receivers(rank, position, number):
+                            if place := places[self._order(worker)].get((number, index)):
+                                yield place[0], self.rollout.hosts[worker], Transfer(sites[stage], place[1], region)
 
     def _owners(self, rank: int) -> frozenset[ShardOwner]:
         at = self.mesh.coordinates(rank)

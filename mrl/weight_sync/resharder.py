@@ -33,7 +33,8 @@ from mrl.weight_sync.exchange import (
 )
 from mrl.weight_sync.fp8 import Fp8Source
 from mrl.weight_sync.ipc import ALIGNMENT_BYTES, NUM_SLOTS, IpcSender, SharedBuffer, TensorView
-from mrl.weight_sync.planner import BucketSizes, PlannedBucket, ReshardPlanner, RolloutLayout
+from mrl.weight_sync.planner import BucketSizes, PlannedBucket, ReshardPlanner
+from mrl.weight_sync.rollout_layout import RolloutLayout
 
 T = TypeVar("T")
 

@@ -19,7 +19,8 @@ from mrl.models.row_shards import row_shards
 from mrl.models.spec import ModelSpec
 from mrl.models.table import EMBEDDING, LM_HEAD, NORM, Shard, dense_shards, hf_tensors
 from mrl.weight_sync.intersections import Kind, ShardIntersections, ShardOwner
-from mrl.weight_sync.planner import LayerGroup, ParameterSite, ReshardPlanner, RolloutLayout
+from mrl.weight_sync.planner import LayerGroup, ParameterSite, ReshardPlanner
+from mrl.weight_sync.rollout_layout import RolloutLayout
 
 if TYPE_CHECKING:
     from mrl.weight_sync.resharder import WeightSyncSpec  # loads torch

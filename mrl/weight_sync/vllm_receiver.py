@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from vllm.device_allocator.cumem import CuMemAllocator
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -67,6 +67,14 @@ class WorkerExtension:
         if get_tensor_model_parallel_rank() == 0:
             self.route_recorder.forget()
 
+    def make_stage_input(self) -> None:
+        """Allocate the tensors that a stage gets from the one before, which vLLM does in a first pass on GPUs only."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
     def free_memory(self, part: str) -> tuple[int, int, int]:
         """Return bytes of this worker's device: free, total, and required by vLLM's allocator to wake this part."""
         torch.cuda.empty_cache()  # vLLM does the same before it wakes
@@ -101,8 +109,7 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
 
     def init_transfer_engine(self, init_info: ReceiverInfo) -> None:
         self.refused_because = ""
-        path = socket_path(Path(init_info.sockets), init_info.replica, get_tensor_model_parallel_rank())
-        self._ipc = IpcReceiver(path)
+        self._ipc = IpcReceiver(socket_path(Path(init_info.sockets), init_info.replica, _worker_number()))
         self._frozen: dict[str, str] = {}
 
     def start_weight_update(self) -> None:
@@ -153,3 +160,8 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
             if bucket.version != version:
                 raise RolloutError(f"the trainer sends version {bucket.version} instead of version {version}")
             yield from bucket.tensors.items()
+
+
+def _worker_number() -> int:
+    """Return the number of this worker in its engine."""
+    return int(get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank())

@@ -81,6 +81,12 @@ def test_an_engine_over_two_machines_has_a_line_for_each(explain: Callable[..., 
     assert "  8-15   1     0-7     0       8-15\n" in text
 
 
+def test_stages_of_an_engine_are_listed(explain: Callable[..., str]) -> None:
+    text = explain("configs/ppo-llama3.1-70b-8n8g.yaml", "rollout.tp=8", "rollout.pp=2")
+    assert "rollout: 4 engines with tp 8 and pp 2 on the actor's 64 devices, each on 2 nodes\n" in text
+    assert "  8-15   1     0-7     0       0-7  1\n" in text
+
+
 def test_all_ranks(explain: Callable[..., str]) -> None:
     text = explain("configs/ppo-llama3.1-70b-8n8g.yaml", "--all-ranks")
     assert "  63    7     7       3   0   1   7\n" in text

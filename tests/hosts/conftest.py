@@ -56,9 +56,9 @@ def over_both(address: str) -> str:
     return f"cluster={{nodes: 2, devices_per_node: 2, ray_address: '{address}'}}"
 
 
-def metrics_alone(config: Path) -> list[dict[str, Any]]:
+def metrics_alone(config: Path, *overrides: str) -> list[dict[str, Any]]:
     """Return the metrics of the same run on this machine alone."""
-    run_mrl("train", str(config), "run.name=alone", "--quiet")
+    run_mrl("train", str(config), "run.name=alone", *overrides, "--quiet")
     return untimed(config.parent / "runs" / "alone")
 
 

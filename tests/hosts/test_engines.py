@@ -29,10 +29,15 @@ APART: Run = {
 ADAPTERS: Run = APART | {"actor": APART["actor"] | {"lora": {"rank": 4, "alpha": 8}}}
 
 
+VICTIMS = (1, "$(cat /proc/{}/task/*/children)"), (1, "{}"), (0, "{}")
+"""Rank of mrl's process of the engine, and what dies there: vLLM's worker, or this process itself."""
+
+
 def _config(path: Path, model: Path, max_response_tokens: int = 8, **run: Any) -> Path:
     limits = {"max_prompt_tokens": 16, "max_response_tokens": max_response_tokens}
     vllm = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
-    return write_run(path, model, rollout={"tp": 2, "vllm": vllm} | limits, **run)
+    split = run.pop("split", {"tp": 2})
+    return write_run(path, model, rollout=split | {"vllm": vllm} | limits, **run)
 
 
 def _over(address: str, num_nodes: int = 2) -> str:
@@ -66,11 +71,18 @@ def test_a_run_with_an_engine_over_two_hosts_is_the_run_of_one(
 
 @pytest.mark.slow
 @pytest.mark.on_demand
-def test_an_engine_over_two_hosts_that_loses_a_process_is_replaced(model: Path, tmp_path: Path) -> None:
-    """vLLM's worker on the second host, then mrl's follower that started it, then the engine on the first host."""
-    config = _config(tmp_path / "hurt.yaml", model, 48, **TOGETHER, training={"steps": 5})
+@pytest.mark.parametrize(
+    ("split", "victims", "alone"),
+    [({"tp": 2}, VICTIMS, ()), ({"pp": 2}, VICTIMS[:1], ("rollout.pp=1", "rollout.replicas=1"))],
+    ids=["tensor ranks", "stages"],
+)
+def test_an_engine_over_two_hosts_that_loses_a_process_is_replaced(
+    split: Run, victims: tuple[tuple[int, str], ...], alone: tuple[str, ...], model: Path, tmp_path: Path
+) -> None:
+    """The figures are those of one host or, for stages, of one process."""
+    steps = {"steps": len(victims) + 2}
+    config = _config(tmp_path / "hurt.yaml", model, 48, split=split, **TOGETHER, training=steps)
     run = tmp_path / "runs" / "hurt"
-    victims = (1, "$(cat /proc/{}/task/*/children)"), (1, "{}"), (0, "{}")
     with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=1") as address, ThreadPoolExecutor(1) as t:
         trains = t.submit(both[0].mrl, "train", str(config), _over(address), *RESTARTS, cwd=tmp_path)
         for number, (rank, victim) in enumerate(victims, 1):
@@ -82,10 +94,10 @@ def test_an_engine_over_two_hosts_that_loses_a_process_is_replaced(model: Path, 
     assert not times(run, RunRestarted)
     events = [record.event for record in read_events(run / "events.jsonl")]
     reasons = [event.reason for event in events if isinstance(event, ReplicaLost)]
-    for rank, reason in zip((1, 1, 0), reasons, strict=True):
+    for (rank, _), reason in zip(victims, reasons, strict=True):
         assert f"rollout-0 rank {rank} (tp{rank}) on node node{rank + 1}" in reason
     assert "VllmWorker-1 of the engine" in reasons[0]
-    assert figures(untimed(run)) == [pytest.approx(step, rel=1e-4) for step in figures(metrics_alone(config))]
+    assert figures(untimed(run)) == [pytest.approx(step, rel=1e-4) for step in figures(metrics_alone(config, *alone))]
 
 
 def _is_replaced(run: Path, num_lost: int) -> bool:

@@ -16,7 +16,7 @@ from mrl.models.hf_reader import HfReader, load_shard
 from mrl.models.layout import RankPlace
 from mrl.models.regions import Region, slices, tiling_problems
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
-from mrl.models.table import hf_tensors, shards_of
+from mrl.models.table import EMBEDDING, LM_HEAD, NORM, hf_tensors, shards_of
 from tests.models.conftest import Tiny
 from tests.models.tiny_models import MOE_FAMILIES, TINY_FAMILIES, make_tiny
 from tests.models.torchvision_stand_in import provide
@@ -121,3 +121,28 @@ def differences(directory: Path) -> list[str]:
 def test_every_parameter_is_the_one_that_vllm_loads_to_the_bit(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(1) as process:
         assert process.apply_async(differences, (tmp_path,)).get(300) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "pp", "layers", "ends"),
+    [
+        ("llama", 3, [1, 2, 1], [{EMBEDDING}, set(), {NORM, LM_HEAD}]),
+        ("llama_tied", 2, [2, 2], [{EMBEDDING}, {EMBEDDING, NORM}]),
+        ("qwen3_moe", 2, [2, 2], [{EMBEDDING, NORM, LM_HEAD}] * 2),
+    ],
+)
+def test_each_stage_has_its_layers_and_the_ends_that_vllms_model_has(
+    tiny: Tiny, family: str, pp: int, layers: list[int], ends: list[set[str]]
+) -> None:
+    spec, sizes = read_spec(tiny(family)), EngineSizes(2, pp=pp)
+    found, last = [], -1
+    for stage in range(pp):
+        names = {fused.name for fused in rollout_tensors(spec, sizes, 2 * stage + 1)}
+        numbers = sorted({int(name.split(".")[2]) for name in names if ".layers." in name})
+        assert numbers == [*range(last + 1, numbers[-1] + 1)]
+        last = numbers[-1]
+        found.append((len(numbers), {name for name in names if ".layers." not in name}))
+    assert found == [*zip(layers, ends, strict=True)]
+    assert last == spec.num_layers - 1
+    with pytest.raises(ModelError, match=r"an engine with 9 stages has more of them than the model has layers"):
+        EngineSizes(pp=9).check(spec)

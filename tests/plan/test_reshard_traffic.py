@@ -15,7 +15,8 @@ from mrl.models.spec import ModelSpec
 from mrl.plan.known_models import model_spec
 from mrl.plan.reshard_traffic import RankTraffic, ReshardTraffic, handed_over
 from mrl.weight_sync.intersections import ShardIntersections
-from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout
+from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner
+from mrl.weight_sync.rollout_layout import RolloutLayout
 from mrl.weight_sync.row_planner import sizes_for_fp8
 
 SIZES = BucketSizes(slot_bytes=64 << 20, dtype="bfloat16", trained_dtype="bfloat16", alignment=64)
@@ -39,36 +40,38 @@ def moved(plan: RankPlan, nodes: tuple[int, ...]) -> RankTraffic:
 
 
 @pytest.mark.parametrize(
-    ("spec", "mesh", "tp", "form"),
+    ("spec", "mesh", "engine", "form"),
     [
-        (DENSE, Mesh(8, tp=2, pp=2), 1, None),  # tied embeddings, with a copy on the last stage
-        (DENSE, Mesh(8, pp=4), 2, "block"),
-        (DENSE, Mesh(8, tp=2, cp=2), 2, "channel"),
-        (EXPERTS, Mesh(8, tp=2, ep=4), 4, None),
-        (EXPERTS, Mesh(8, pp=2, ep=2, etp=2), 2, "channel"),
-        (EXPERTS, Mesh(8, pp=2, ep=2, etp=2), 2, "block"),
-        (EXPERTS, Mesh(8, ep=8), 1, None),
+        (DENSE, Mesh(8, tp=2, pp=2), EngineSizes(), None),  # tied embeddings, with a copy on the last stage
+        (DENSE, Mesh(8, pp=4), EngineSizes(2), "block"),
+        (DENSE, Mesh(8, tp=2, cp=2), EngineSizes(2), "channel"),
+        (EXPERTS, Mesh(8, tp=2, ep=4), EngineSizes(4), None),
+        (EXPERTS, Mesh(8, pp=2, ep=2, etp=2), EngineSizes(2), "channel"),
+        (EXPERTS, Mesh(8, pp=2, ep=2, etp=2), EngineSizes(2), "block"),
+        (EXPERTS, Mesh(8, ep=8), EngineSizes(), None),
+        (DENSE, Mesh(8, tp=2, pp=2), EngineSizes(2, pp=2), None),
+        (EXPERTS, Mesh(8, pp=2, ep=2, etp=2), EngineSizes(1, pp=4), "channel"),
     ],
     ids=str,
 )
-def test_traffic_is_the_planners(spec: ModelSpec, mesh: Mesh, tp: int, form: Fp8Form | None) -> None:
+def test_traffic_is_the_planners(spec: ModelSpec, mesh: Mesh, engine: EngineSizes, form: Fp8Form | None) -> None:
     layout = Layout(tp=mesh.tp, pp=mesh.pp, ep=mesh.ep, etp=mesh.etp)
     nodes = tuple(rank // 4 for rank in range(8))
-    sizes = EngineSizes(tp) if form is None else sizes_for_fp8(spec, layout, None, EngineSizes(tp), form)
+    sizes = engine if form is None else sizes_for_fp8(spec, layout, None, engine, form)
     planner = ReshardPlanner(spec, layout, mesh, RolloutLayout(sizes, tuple(range(8)), nodes))
     traffic = ReshardTraffic(ShardIntersections(spec, layout, sizes), mesh, 4, "bfloat16")
     everybody = [traffic.received(rank) for rank in range(8)]
     assert everybody == [moved(planner.plan(rank, SIZES), nodes) for rank in range(8)]
     plans = [planner.plan(rank, SIZES) for rank in range(8)]
     assert [plan.num_received() for plan in plans] == [planner.least_received(rank) for rank in range(8)]
-    handed = [SIZES.num_bytes(tensor.fused) for bucket in plans[0].buckets for tensor in bucket.tensors]
-    assert handed_over(spec, sizes, "bfloat16") == (sum(handed), max(handed))
+    handed = [[SIZES.num_bytes(one.fused) for bucket in plan.buckets for one in bucket.tensors] for plan in plans]
+    assert handed_over(spec, sizes, "bfloat16") == (max(map(sum, handed)), max(map(max, handed)))
     assert sum(one.link + one.network for one in everybody) > 0
     assert traffic.busiest() in everybody
 
 
 def test_the_busiest_rank_is_the_one_that_waits_for_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     received = {0: RankTraffic(link=100, network=1), 1: RankTraffic(link=1, network=2)}
-    monkeypatch.setattr(ReshardTraffic, "__init__", lambda self: setattr(self, "_mesh", Mesh(2)))
+    monkeypatch.setattr(ReshardTraffic, "__init__", lambda self: vars(self).update(_mesh=Mesh(2), _sizes=EngineSizes()))
     monkeypatch.setattr(ReshardTraffic, "received", lambda self, rank: received[rank])
     assert ReshardTraffic().busiest() == received[1]  # type: ignore[call-arg]

@@ -12,7 +12,7 @@ from mrl.plan.assumptions import ASSUMPTIONS, RESERVE
 from mrl.plan.engine_memory import engine_memory
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.reshard_traffic import ReshardTraffic
-from mrl.plan.timing import Lengths, TimedPhase, plan_time
+from mrl.plan.timing import Lengths, TimedPhase, decode_step, plan_time
 from mrl.plan.weights import buffers, stage_weights
 from mrl.weight_sync.intersections import ShardIntersections
 from tests.plan.planning import subject_of
@@ -125,6 +125,20 @@ def test_experts_are_sent_and_launched_one_by_one() -> None:
     assert more == pytest.approx(
         micro_batches * routed * (ASSUMPTIONS.expert_layer_s + 128 / mesh.ep * ASSUMPTIONS.lone_expert_s) / mesh.pp
     )
+
+
+def test_stages_share_cache_and_products_but_each_part_of_the_samples_reads_all_weights() -> None:
+    of, alone = (subject(rollout__tp=4, rollout__pp=pp) for pp in (2, 1))
+    engine, whole = (engine_memory(one.config, one.specs["actor"], one.hardware) for one in (of, alone))
+    assert engine.token_bytes * 2 == whole.token_bytes
+    staged, lone = decode_step(of, engine), decode_step(alone, whole)
+    bytes_per_s = of.hardware.memory_bytes_per_s * ASSUMPTIONS.decode_bandwidth
+    weights, of_whole = (next(size for name, size, _ in one.parts if name == "weights") for one in (engine, whole))
+    more_s = (2 * weights - of_whole) / bytes_per_s + ASSUMPTIONS.decode_step_s
+    sent_s = 2 * 2 * 5120 * seconds_per_byte(of, 8)
+    assert staged(8, 0) == pytest.approx(lone(8, 0) + more_s + 8 * sent_s)
+    cache_s = (staged(8, 1e5) - staged(8, 0)) / (lone(8, 1e5) - lone(8, 0))
+    assert cache_s == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

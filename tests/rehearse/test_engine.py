@@ -67,6 +67,7 @@ def config(model: Path | str, *overrides: str) -> Config:
             ["actor.parallel={tp: 2, pp: 2, ep: 2, sequence_parallel: true}", "rollout.tp=2"],
             EngineSizes(2),
         ),
+        ("llama_tied", ["rollout.tp=2", "rollout.pp=2"], EngineSizes(2, pp=2)),
         (
             "qwen2",
             ["cluster.devices_per_node=6", "placement.pools={all: 4, own: 2}", "placement.roles.rollout=own"],
@@ -79,7 +80,7 @@ def test_the_plan_of_a_configuration_brings_the_table(
 ) -> None:
     spec = read_spec(tiny(family))
     planned = PlannedWeights(config(tiny(family), *overrides), spec, "bfloat16")
-    for rank in range(sizes.tp):
+    for rank in range(sizes.num_workers):
         assert list(differences(rank, planned.of(rank), rollout_tensors(spec, sizes, rank))) == []
 
 
@@ -204,9 +205,15 @@ def rehearse_all(directory: Path) -> dict[str, EngineReport]:
     """Rehearse engines of tiny models in one process, which loads vLLM once."""
     from mrl.rehearse.vllm_ranks import rehearse_engine
 
-    def of(family: str, tp: int, vllm: str = "{}") -> EngineReport:
+    def of(family: str, tp: int, vllm: str = "{}", pp: int = 1) -> EngineReport:
         model = str(make_tiny(family, directory / family))
-        options = [f"rollout.tp={tp}", f"rollout.vllm={vllm}", "algorithm.correction={}", *LAYOUTS.get(family, [])]
+        options = [
+            f"rollout.tp={tp}",
+            f"rollout.pp={pp}",
+            f"rollout.vllm={vllm}",
+            "algorithm.correction={}",
+            *LAYOUTS.get(family, []),
+        ]
         return rehearse_engine(config(model, *options), model)
 
     made = {
@@ -218,6 +225,8 @@ def rehearse_all(directory: Path) -> dict[str, EngineReport]:
         "transposed experts": of("gpt_oss", 2),
         "quantized": of("qwen3", 2, "{quantization: fp8}"),
         "for GPUs": of("mixtral", 2, "{moe_backend: triton}"),
+        "tied stages": of("llama_tied", 1, pp=2),
+        "stages of stages": of("qwen3_moe", 2, pp=2),
     }
     layers = intersections.layer_tensors
     for name, (family, fault) in FAULTS.items():
@@ -239,6 +248,9 @@ def test_vllms_models_have_the_parameters_of_the_plan(tmp_path: Path) -> None:
         assert (made[name].model_class, made[name].not_compared) == (f"{model}ForCausalLM", "")
         (kind,) = made[name].kinds
         assert (kind.ranks, kind.differences) == ((0,) if name == "tied" else (0, 1), ()), name
+    stages = {name: [kind.ranks for kind in made[name].kinds] for name in ("tied stages", "stages of stages")}
+    assert stages == {"tied stages": [(0,), (1,)], "stages of stages": [(0, 1), (2, 3)]}
+    assert not [one for name in stages for kind in made[name].kinds for one in kind.differences]
     (kind,) = made["whole experts"].kinds
     assert (kind.num_parameters, kind.num_bytes) == (38, 255_104)
     transposed = made["transposed experts"]

@@ -88,6 +88,19 @@ def test_an_engine_works_on_its_share_where_its_cache_holds_it() -> None:
     assert MAX_IN_FLIGHT == 1024, "what one replica is asked for at a time"
 
 
+def test_a_stage_caches_its_layers_and_holds_its_weights() -> None:
+    """Stages of Qwen2.5-7B: 28 layers. The last of three has norm and head, the first the embedding."""
+    whole, half, third = (replace(demand("Qwen2.5-7B", 256), pp=pp) for pp in (1, 2, 3))
+    assert (half.token_bytes, third.token_bytes) == (whole.token_bytes // 2, whole.token_bytes * 10 // 28)
+    head = 152_064 * 3584 * 2
+    layer = (whole.weight_bytes - 2 * head - 3584 * 2) // 28
+    assert half.weight_bytes == head + 14 * layer + 3584 * 2
+    assert third.weight_bytes == head + 9 * layer + 3584 * 2
+    assert third.cache_bytes(0) > whole.cache_bytes(0)
+    windows = replace(demand("gpt-oss-20b", 256), pp=2)
+    assert windows.state_bytes * 2 == replace(windows, pp=1).state_bytes
+
+
 def test_a_slot_for_adapters_is_not_given_to_the_cache() -> None:
     """On one device the slot is as large as PEFT's file of the rank that vLLM pads to."""
     plain, adapted = demand("Qwen2.5-7B", 256), replace(demand("Qwen2.5-7B", 256), adapter_rank=20)

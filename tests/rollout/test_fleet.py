@@ -17,6 +17,7 @@ import pytest
 from mrl.config.mesh import Mesh
 from mrl.errors import RolloutError
 from mrl.events import ReplicaLost, WorkersStarted, read_events
+from mrl.models.rollout_table import EngineSizes
 from mrl.rollout.engine import EngineSettings, RolloutEngine
 from mrl.rollout.requests import Generated, Sampling
 from tests.rollout.conftest import MAX_TOKENS, VLLM, Small, requests, run
@@ -83,7 +84,7 @@ class Fleet:
         model = self.small(version)
         sending = []
         for replica, rank in itertools.product(replicas, range(self.tp)):
-            tensors = fused(model, self.tp, rank, self.ep) if self.engine != LETHAL else whole(model)
+            tensors = fused(model, EngineSizes(self.tp, self.ep), rank) if self.engine != LETHAL else whole(model)
             sent = [entry for entry in tensors if entry[0] != self.unsent]
             sending.append(InBackground(send, self.settings(replica), version, sent, rank))
         for each in sending:

@@ -100,8 +100,9 @@ def config_of(
     """Return the preset with these changes, and with a reward model of that role."""
     pools, roles = ("{" + ", ".join(f"{key}: {value}" for key, value in each.items()) + "}" for each in placement)
     device, here = sync.pop("device", "cpu"), sync.pop("devices_per_node", 8)
-    vllm = sync.pop("vllm", "{enable_prefix_caching: true}")
+    vllm, pp = sync.pop("vllm", "{enable_prefix_caching: true}"), sync.pop("pp", 1)
     overrides = [f"placement.pools={pools}", f"placement.roles={roles}", f"model.path={model}", f"rollout.tp={tp}"]
+    overrides.append(f"rollout.pp={pp}")
     if limit_s := sync.pop("engine_start_s", None):
         overrides.append(f"deadlines.engine_start_s={limit_s}")
     if scorer:
@@ -453,6 +454,16 @@ def test_an_engine_over_two_nodes_has_a_process_on_each_with_the_gpus_there(make
     assert group.mesh == Mesh(2, tp=2)
     assert group.worker.args[1].nodes == ("address of actor0", "address of actor2")
     assert stage.arguments["actor", "prepare_sending"][0].layout.hosts == (0, 1, 2, 3), "one worker for each device"
+    engine, stage = make(TOGETHER, "llama_tied", tp=2, pp=2, device="gpu", devices_per_node=2)
+    engine.connect()
+    assert stage.started["rollout-0"].worker.args[1].pp == 2
+    assert stage.started["rollout-0"].worker.args[1].nodes == ("address of actor0", "address of actor2")
+    route = stage.arguments["actor", "prepare_sending"][0]
+    assert route.layout.sizes == EngineSizes(2, pp=2)
+    assert [path.stem for path in route.sockets] == [f"rollout-0-{worker}" for worker in range(4)]
+    stage.take()
+    with engine.rollout_mode():
+        assert ("actor", "send_weights", "1", "[0, 1, 2, 3]") in stage.take()
     _, stage = make(TOGETHER, "llama_tied", tp=2, devices_per_node=2)
     assert {stage.started[f"rollout-{index}"].worker.args[1].nodes for index in range(2)} == {()}
 

@@ -22,8 +22,9 @@ from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import Sampling
 from mrl.weight_sync.exchange import JoinedTransport
 from mrl.weight_sync.ipc import socket_path
-from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
+from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
+from mrl.weight_sync.rollout_layout import RolloutLayout
 from mrl.weight_sync.row_planner import sizes_for_fp8
 from tests.rollout.conftest import Small, requests, run
 from tests.rollout.trainer_side import DEADLINE_S, InBackground, fused
@@ -46,9 +47,10 @@ def by_channel(whole_NK: Tensor) -> tuple[Tensor, Tensor]:
     return scaled_NK.to(torch.float8_e4m3fn).t(), scale_N1
 
 
-def expected(model: Path, tp: int, rank: int) -> dict[str, Tensor]:
+def expected(model: Path, sizes: EngineSizes, worker: int) -> dict[str, Tensor]:
     """Return the parameters of a worker. A scale belongs to a row of the whole matrix, also if it is cut by columns."""
-    ranks = [dict(fused(model, tp, other, dtype="bfloat16")) for other in range(tp)]
+    tp, rank = sizes.tp, worker % sizes.tp
+    ranks = [dict(fused(model, sizes, worker - rank + other, "bfloat16")) for other in range(tp)]
     parameters = {}
     for name, tensor in ranks[rank].items():
         if not name.endswith("_proj.weight"):
@@ -63,45 +65,46 @@ def expected(model: Path, tp: int, rank: int) -> dict[str, Tensor]:
 
 def update(engine: RolloutEngine, model: Path, version: int) -> None:
     """Send a version in FP8. Each of the engine's workers is next to a trainer rank with the whole model."""
-    tp, spec = engine.settings.tp, read_spec(model)
-    sizes = sizes_for_fp8(spec, ParallelConfig(), None, EngineSizes(tp), "channel")
-    layout = RolloutLayout(sizes, tuple(range(tp)), (0,) * tp)
-    settings = engine.settings
-    sockets = tuple(socket_path(settings.sockets, settings.replica, rank) for rank in range(tp))
+    settings, spec = engine.settings, read_spec(model)
+    size = settings.num_workers
+    sizes = sizes_for_fp8(spec, ParallelConfig(), None, EngineSizes(settings.tp, pp=settings.pp), "channel")
+    layout = RolloutLayout(sizes, tuple(range(size)), (0,) * size)
+    sockets = tuple(socket_path(settings.sockets, settings.replica, worker) for worker in range(size))
     reader, store = HfReader(model), HashStore()
 
     def rank(number: int) -> ReshardReport:
-        transport = JoinedTransport(store, number, tp, torch.device("cpu"), DEADLINE_S)
+        transport = JoinedTransport(store, number, size, torch.device("cpu"), DEADLINE_S)
         shards = shards_of(spec, ParallelConfig(), RankPlace(), "lm")
         held = {(shard.chunk, shard.name): load_shard(reader, shard, torch.float32) for shard in shards}
-        planner = ReshardPlanner(spec, ParallelConfig(), Mesh(tp), layout)
+        planner = ReshardPlanner(spec, ParallelConfig(), Mesh(size), layout)
         route = WeightSyncSpec(layout, sockets, "bfloat16", "float32")
         return Resharder(planner, transport, held, route).send(version)
 
-    ranks = [InBackground(rank, number) for number in range(tp)]
+    ranks = [InBackground(rank, number) for number in range(size)]
     engine.receive_weights(version)
-    assert [each.result().failure for each in ranks] == [""] * tp
+    assert [each.result().failure for each in ranks] == [""] * size
 
 
-CASES = [("qwen2", 1, update), ("qwen3", 2, update), ("qwen3", 1, plain_update), ("qwen3", 2, plain_update)]
+CASES = [("qwen2", 1, 1, update), ("qwen3", 2, 1, update), ("qwen3", 1, 1, plain_update)]
+CASES += [("qwen3", 2, 1, plain_update), ("qwen3", 1, 2, update)]
 
 
 @pytest.mark.parametrize(
-    ("family", "tp", "update"),
-    [("qwen3", 1, update), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
+    ("family", "tp", "pp", "update"),
+    [("qwen3", 1, 1, update), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
 )
 def test_each_update_leaves_the_bits_of_the_formula_in_the_same_memory(
-    make_engine: Make, small: Small, family: str, tp: int, update: Callable[[RolloutEngine, Path, int], object]
+    make_engine: Make, small: Small, family: str, tp: int, pp: int, update: Callable[[RolloutEngine, Path, int], object]
 ) -> None:
     """The trainer quantizes, or vLLM does."""
-    engine: Any = make_engine("vllm", small(family), tp, dtype="bfloat16", quantization="fp8_per_channel")
+    engine: Any = make_engine("vllm", small(family), tp, pp=pp, dtype="bfloat16", quantization="fp8_per_channel")
     assert not engine.full_tensor_reason
     addresses = []
     for version in (1, 2):
         model = small(family, version)
         update(engine, model, version)
-        for rank, parameters in enumerate(engine._engine.collective_rpc(held)):
-            wanted = expected(model, tp, rank)
+        for worker, parameters in enumerate(engine._engine.collective_rpc(held)):
+            wanted = expected(model, EngineSizes(tp, pp=pp), worker)
             assert parameters.keys() == wanted.keys()
             for name, tensor in wanted.items():
                 assert parameters[name].dtype == tensor.dtype, name

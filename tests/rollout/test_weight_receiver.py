@@ -19,8 +19,8 @@ from mrl.models.small import small_config
 from mrl.plan.known_models import model_values
 from mrl.rollout import replica
 from mrl.rollout.replica import WeightReceiver
-from mrl.weight_sync.planner import RolloutLayout
 from mrl.weight_sync.resharder import WeightSyncSpec
+from mrl.weight_sync.rollout_layout import RolloutLayout
 
 
 @dataclass(frozen=True)

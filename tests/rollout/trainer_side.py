@@ -23,10 +23,12 @@ SLOT_BYTES = 1 << 20
 DEADLINE_S = 60.0
 
 
-def fused(model: Path, tp: int = 1, rank: int = 0, ep: int = 1, dtype: str = "float32") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of one rank of a vLLM engine."""
+def fused(
+    model: Path, sizes: EngineSizes | None = None, worker: int = 0, dtype: str = "float32"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of one worker of a vLLM engine."""
     reader = HfReader(model)
-    for entry in rollout_tensors(read_spec(model), EngineSizes(tp, ep), rank):
+    for entry in rollout_tensors(read_spec(model), sizes or EngineSizes(), worker):
         tensor = torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype or dtype))
         matrix = tensor.view(entry.place)
         for piece in entry.pieces:
@@ -43,9 +45,9 @@ def whole(model: Path, dtype: str = "float32") -> Iterator[tuple[str, Tensor]]:
         yield name, reader.read(name, tuple((0, size) for size in shape)).to(getattr(torch, kept))
 
 
-def send(settings: EngineSettings, version: int, tensors: Tensors, tp_rank: int = 0) -> dict[str, str]:
+def send(settings: EngineSettings, version: int, tensors: Tensors, worker: int = 0) -> dict[str, str]:
     """Send tensors to one process of a replica, in as few buckets as possible. Return its digests."""
-    path = socket_path(settings.sockets, settings.replica, tp_rank)
+    path = socket_path(settings.sockets, settings.replica, worker)
     sender = IpcSender(path, SLOT_BYTES, torch.device("cpu"), DEADLINE_S)
     try:
         sender.begin(version)
@@ -88,11 +90,11 @@ class InBackground:
 def update(engine: RolloutEngine, model: Path, version: int) -> list[dict[str, str]]:
     """Send the weights of a model's files to an engine. Return the replies of its processes."""
     settings = engine.settings
-    full = engine.full_tensor_reason
+    full, sizes = engine.full_tensor_reason, EngineSizes(settings.tp, pp=settings.pp)
 
-    def tensors(rank: int) -> Tensors:
-        return whole(model, settings.dtype) if full else fused(model, settings.tp, rank, dtype=settings.dtype)
+    def tensors(worker: int) -> Tensors:
+        return whole(model, settings.dtype) if full else fused(model, sizes, worker, settings.dtype)
 
-    sending = [InBackground(send, settings, version, tensors(rank), rank) for rank in range(settings.tp)]
+    sending = [InBackground(send, settings, version, tensors(worker), worker) for worker in range(settings.num_workers)]
     engine.receive_weights(version)
     return [each.result() for each in sending]

@@ -23,8 +23,9 @@ from mrl.models.table import shards_of
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.exchange import JoinedTransport
 from mrl.weight_sync.ipc import NUM_SLOTS, IpcReceiver
-from mrl.weight_sync.planner import ReshardPlanner, RolloutLayout
+from mrl.weight_sync.planner import ReshardPlanner
 from mrl.weight_sync.resharder import EngineTransfer, Resharder, ReshardReport, WeightSyncSpec, _few
+from mrl.weight_sync.rollout_layout import RolloutLayout
 from tests.models.conftest import Tiny
 from tests.rollout.trainer_side import fused
 

@@ -23,8 +23,9 @@ from mrl.weight_sync.exchange import (
     split_messages,
 )
 from mrl.weight_sync.intersections import RegionCopy, ShardRegion
-from mrl.weight_sync.planner import ParameterSite, PlannedBucket, RankPlan, RolloutLayout, Transfer
+from mrl.weight_sync.planner import ParameterSite, PlannedBucket, RankPlan, Transfer
 from mrl.weight_sync.resharder import WeightSyncSpec
+from mrl.weight_sync.rollout_layout import RolloutLayout
 
 CPU = torch.device("cpu")
 LIMIT_S = 20.0

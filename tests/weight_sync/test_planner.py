@@ -19,7 +19,8 @@ from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, Fused, rollout_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Shard, hf_tensors, shards_of
-from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, RolloutLayout, Transfer
+from mrl.weight_sync.planner import BucketSizes, RankPlan, ReshardPlanner, Transfer
+from mrl.weight_sync.rollout_layout import RolloutLayout
 from tests.models import published
 from tests.models.conftest import Tiny
 
@@ -41,6 +42,10 @@ CASES = [
     ("mixtral", Mesh(8, tp=4, ep=2), Layout(tp=4, ep=2), EngineSizes(1)),
     ("mixtral", Mesh(4, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(2, whole=True)),
     ("llama_tied", Mesh(4, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(4, whole=True)),
+    ("llama_tied", Mesh(4, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(1, pp=2)),
+    ("qwen2", Mesh(8, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(2, pp=4)),
+    ("qwen3_moe", Mesh(8, pp=2, ep=4), Layout(pp=2, vpp=2, ep=4), EngineSizes(2, 2, pp=2)),
+    ("llama", Mesh(8, tp=2, pp=4), Layout(tp=2, pp=4), EngineSizes(1, pp=3)),
 ]
 
 
@@ -69,7 +74,7 @@ def local_parameters(spec: ModelSpec, layout: Layout, mesh: Mesh, rank: int) -> 
 
 
 def rollout_of(mesh: Mesh, sizes: EngineSizes, ranks_per_node: int = 8) -> RolloutLayout:
-    hosts = tuple(range(mesh.world_size // sizes.tp * sizes.tp))
+    hosts = tuple(range(mesh.world_size // sizes.num_workers * sizes.num_workers))
     return RolloutLayout(sizes, hosts, tuple(rank // ranks_per_node for rank in range(mesh.world_size)))
 
 
@@ -92,7 +97,7 @@ def test_what_is_planned_assembles_every_worker(
     for plan in plans:
         if plan.worker is None:
             continue
-        expected = {f.name: assembled(f, numbered(spec)) for f in rollout_tensors(spec, sizes, plan.worker % sizes.tp)}
+        expected = {f.name: assembled(f, numbered(spec)) for f in rollout_tensors(spec, sizes, plan.worker)}
         for bucket in plan.buckets:
             made = [np.zeros(tensor.fused.place, np.int64) for tensor in bucket.tensors]
             for source, transfers in bucket.incoming.items():
@@ -162,7 +167,7 @@ def test_the_lower_bound_is_what_a_set_of_numbers_says(tiny: Tiny) -> None:
             if rank not in planner.rollout.hosts:
                 continue
             own = np.concatenate([a.ravel() for a in local_parameters(spec, layout, mesh, rank).values()])
-            needed = [assembled(f, hf).ravel() for f in rollout_tensors(spec, sizes, rank % sizes.tp)]
+            needed = [assembled(f, hf).ravel() for f in rollout_tensors(spec, sizes, rank)]
             lacking = np.setdiff1d(np.concatenate(needed), own)
             assert planner.least_received(rank) == lacking.size - (0 in lacking), (family, rank)
 

@@ -9,7 +9,7 @@ from mrl.config.mesh import Mesh
 from mrl.models.families import read_spec
 from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
-from mrl.weight_sync.planner import RolloutLayout
+from mrl.weight_sync.rollout_layout import RolloutLayout
 from mrl.weight_sync.row_planner import RowPlanner
 from tests.models.conftest import Tiny
 from tests.weight_sync.test_planner import SIZES, assembled, assert_agreed, numbered, rollout_of
@@ -23,6 +23,7 @@ CASES = [
     ("deepseek_v3", 2, 2, EngineSizes(2)),
     ("mixtral", 8, 8, EngineSizes(2, whole=True)),  # more ranks than experts
     ("llama_tied", 3, 3, EngineSizes(1, fp8="channel")),
+    ("llama_tied", 3, 3, EngineSizes(1, pp=3)),
     ("qwen3_moe", 4, 2, EngineSizes(2, fp8="channel")),
 ]
 
@@ -49,7 +50,7 @@ def test_rows_of_all_ranks_make_up_every_worker(
     for plan in plans:
         if plan.worker is None:
             continue
-        expected = {f.name: assembled(f, hf) for f in rollout_tensors(spec, sizes, plan.worker % sizes.tp)}
+        expected = {f.name: assembled(f, hf) for f in rollout_tensors(spec, sizes, plan.worker)}
         for bucket in plan.buckets:
             made = [np.zeros(tensor.fused.place, np.int64) for tensor in bucket.tensors]
             for source, transfers in bucket.incoming.items():

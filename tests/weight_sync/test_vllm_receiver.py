@@ -21,7 +21,7 @@ def test_a_worker_refuses_weights_of_another_version(tmp_path: Path, monkeypatch
     slot = vllm_parameters.ParameterSpec(torch.float32, (2, 3), in_place=True)
     owner = vllm_parameters.ModuleParameters(module, {"weight": slot})
     monkeypatch.setattr(vllm_parameters, "_owners", lambda model: {"only": owner})
-    monkeypatch.setattr(vllm_receiver, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(vllm_receiver, "_worker_number", lambda: 0)
     settings = EngineSettings(Path("model"), "float32", "cpu", 40, 100, tmp_path, "replica")
     engine = vllm_receiver.IpcTransferEngine.__new__(vllm_receiver.IpcTransferEngine)
     engine.model, engine.vllm_config = module, SimpleNamespace(lora_config=None)

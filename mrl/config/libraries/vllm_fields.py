@@ -24,15 +24,15 @@ _CODE = "it loads more code into the engine"
 
 _EITHER = {
     "tensor_parallel_size": "{role}.tp",
-    "pipeline_parallel_size": "{role}.tp (an engine has no pipeline)",
     "trust_remote_code": "mrl, to false: code from a model's repository is never run",
 }
 OWNED = {
     **_EITHER,
     "model": "model.path",
+    "pipeline_parallel_size": "{role}.pp",
     "data_parallel_size": "{role}.tp (the actor's pool holds as many engines as fit)",
     "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
-    "distributed_executor_backend": "{role}.tp: an engine of one device is one process",
+    "distributed_executor_backend": "{role}.tp and pp: an engine of one device is one process",
     "skip_tokenizer_init": "mrl: engines read token ids, and text only for `stop`",
     "disable_log_stats": "mrl, to true: its own metrics count tokens and times",
     "logprobs_mode": "mrl, to processed_logprobs: ratios need the log-probs of the sampled distribution",
@@ -47,6 +47,7 @@ OWNED = {
 OWNED_BY_JUDGE = {
     **_EITHER,
     "model": "judge.path",
+    "pipeline_parallel_size": "{role}.tp (a judge has no pipeline)",
     "served_model_name": "mrl",
     "data_parallel_size": "{role}.tp (the judge's pool holds as many engines as fit)",
     "max_model_len": "judge.max_tokens",

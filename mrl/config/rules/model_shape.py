@@ -196,6 +196,9 @@ def _states(config: Config, shape: ModelShape) -> Iterator[Problem]:
     heads, rollout = shape.delta_heads, config.rollout
     if heads is None:
         return
+    if rollout.pp > 1:
+        what = f"{rollout.pp}, but linear attention in engines with several stages has not been compared"
+        yield problem("rollout.pp", what, "rollout.pp=1")
     if heads % rollout.tp:
         fix = nearest("rollout.tp", near_divisors(rollout.tp, heads))
         yield problem("rollout.tp", f"{rollout.tp} does not divide {heads} key heads of linear attention", fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mrl.config.rules.problems import near_divisors, near_multiples, nearest, problem, stays_in_a_node
@@ -14,16 +15,16 @@ def check_rollout(config: Config) -> Iterator[Problem]:
     """Check that the engines fit on their devices, and that batches ahead are drawn from the whole distribution."""
     here, roles, pools = config.cluster.devices_per_node, config.placement.roles, config.placement.pools
     tp, replicas, role = config.rollout.tp, config.rollout.replicas, "rollout" if "rollout" in roles else "actor"
+    yield from _stages(config)
     if roles.get(role) in pools:
-        devices = pools[roles[role]]
-        yield from _engine_nodes(config, tp, devices, here, roles[role])
+        devices, size = pools[roles[role]], config.rollout.num_devices
+        yield from _engine_nodes(config, devices, here, roles[role])
         pool = f"the {devices} devices of the pool of the {role}"
-        if replicas is None and devices % tp:
-            fix = nearest("rollout.tp", near_divisors(tp, devices))
-            yield problem("rollout.tp", f"{tp} does not divide {pool}", fix)
-        elif replicas is not None and replicas * tp > devices:
-            fix = f"rollout.replicas={devices // tp}" if devices >= tp else f"rollout.tp={devices}"
-            yield problem("rollout.replicas", f"{replicas} engines with {tp} devices each do not fit on {pool}", fix)
+        if replicas is None and devices % size:
+            yield _size_problem(config, f"does not divide {pool}", _near_sizes(config, devices))
+        elif replicas is not None and replicas * size > devices:
+            fix = f"rollout.replicas={devices // size}" if devices >= size else f"rollout.tp={devices}"
+            yield problem("rollout.replicas", f"{replicas} engines with {size} devices each do not fit on {pool}", fix)
     if config.cluster.device == "cpu" and tp > 1 and config.rollout.vllm.get("enable_expert_parallel"):
         key = "rollout.vllm.enable_expert_parallel"
         what = f"true: vLLM's kernels for experts on a CPU ignore which experts a rank has, and crash with tp {tp}"
@@ -38,18 +39,57 @@ def check_rollout(config: Config) -> Iterator[Problem]:
     yield from check_sglang(config)
 
 
-def _engine_nodes(config: Config, tp: int, devices: int, here: int, pool: str) -> Iterator[Problem]:
+def _engine_nodes(config: Config, devices: int, here: int, pool: str) -> Iterator[Problem]:
     """Yield a problem if an engine would have a part of a node and a part of another, or span nodes without vLLM."""
-    if tp <= here or config.rollout.engine in ("transformers", "sglang"):
+    size, tp, pp = config.rollout.num_devices, config.rollout.tp, config.rollout.pp
+    if pp == 1 and (tp <= here or config.rollout.engine in ("transformers", "sglang")):
         yield from stays_in_a_node("rollout.tp", tp, devices, here)
-    elif tp % here:
-        what = f"{tp} is more than the {here} devices of a node: an engine over several nodes takes all devices of each"
-        yield problem("rollout.tp", what, nearest("rollout.tp", near_multiples(tp, here)))
-    if config.rollout.replicas is not None and devices > here and (rest := devices % here) % min(tp, here):
+    elif size <= here:
+        if devices > here and here % size:
+            what = f"does not divide the {here} devices of a node: some engines would have parts of two nodes"
+            yield _size_problem(config, what, _near_sizes(config, here))
+    elif size % here:
+        what = f"is more than the {here} devices of a node: an engine over several nodes takes all devices of each"
+        yield _size_problem(config, what, near_multiples(size, here if pp == 1 else math.lcm(here, tp)))
+    elif max(tp, here) % min(tp, here):
+        what = f"{tp} tensor ranks of a stage would have parts of two nodes with {here} devices each"
+        yield problem("rollout.tp", what, nearest("rollout.tp", near_divisors(tp, here)))
+    if config.rollout.replicas is not None and devices > here and (rest := devices % here) % min(size, here):
         what = (
-            f"{devices} devices with {here} per node leave {rest} on a node: an engine with {tp} might get parts of two"
+            f"{devices} devices with {here} per node leave {rest} on a node: an engine with {size} might get parts of "
+            "two"
         )
-        yield problem(f"placement.pools.{pool}", what, nearest(f"placement.pools.{pool}", near_multiples(devices, tp)))
+        fix = nearest(f"placement.pools.{pool}", near_multiples(devices, size))
+        yield problem(f"placement.pools.{pool}", what, fix)
+
+
+def _near_sizes(config: Config, total: int) -> list[int]:
+    return near_divisors(config.rollout.num_devices, total, config.rollout.tp if config.rollout.pp > 1 else 1)
+
+
+def _size_problem(config: Config, what: str, sizes: list[int]) -> Problem:
+    """Return a problem of the number of devices of an engine, with other numbers that would work."""
+    tp, pp = config.rollout.tp, config.rollout.pp
+    if pp == 1:
+        return problem("rollout.tp", f"{tp} {what}", nearest("rollout.tp", sizes))
+    what = f"{pp} stages of {tp} devices: {tp * pp} {what}"
+    return problem("rollout.pp", what, nearest("rollout.pp", [size // tp for size in sizes]))
+
+
+def _stages(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each setting that engines with several stages do not support."""
+    pp, lora = config.rollout.pp, config.actor.lora
+    if pp == 1:
+        return
+    if config.rollout.engine != "vllm":
+        what = f"{pp}, but engines of {config.rollout.engine} have no stages"
+        yield problem("rollout.pp", what, "rollout.pp=1, or rollout.engine=vllm")
+    if config.algorithm.router_replay == "R3":
+        what = f"R3, but vLLM does not return routes from engines with {pp} stages"
+        yield problem("algorithm.router_replay", what, "rollout.pp=1, or algorithm.router_replay=R2")
+    if lora is not None and lora.sync == "adapters":
+        what = f"adapters: adapters in engines with {pp} stages have not been compared with the trainer's"
+        yield problem("actor.lora.sync", what, "actor.lora.sync=merged, or rollout.pp=1")
 
 
 def _sampled_ahead(config: Config) -> Iterator[Problem]:
