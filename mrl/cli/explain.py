@@ -183,10 +183,12 @@ def _rollout(config: Config, *, all_ranks: bool) -> Iterator[str]:
     devices, tp, pp = rollout_devices(config), config.rollout.tp, config.rollout.pp
     whose = "their own" if has_own_rollout_pool(config) else "the actor's"
     nodes = f", each on {engine_nodes(config)} nodes" if engine_nodes(config) > 1 else ""
-    stages = f" and pp {pp}" if pp > 1 else ""
+    dp = config.rollout.dp
+    stages = f" and pp {pp}" if pp > 1 else f" and dp {dp}" if dp > 1 else ""
     yield f"rollout: {num_engines(config)} engines with tp {tp}{stages} on {whose} {devices} devices{nodes}"
     ranks = [
-        {"engine": rank // (tp * pp), "tp": rank % tp} | ({"pp": rank // tp % pp} if pp > 1 else {})
+        {"engine": rank // (tp * pp * dp), "tp": rank % tp}
+        | ({"pp": rank // tp % pp} if pp > 1 else {"dp": rank // tp % dp} if dp > 1 else {})
         for rank in range(devices)
     ]
     yield from _table(ranks, config.cluster.devices_per_node, all_ranks=all_ranks)

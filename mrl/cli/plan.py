@@ -153,13 +153,16 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
         yield from aligned([(item.role, item.what, f"{item.num_bytes:,}", item.origin) for item in phase.items])
     config, engine = subject.config, plan.engine
     engines = num_engines(config)
-    share = -(-samples_per_step(config.batch) // engines)
+    share = -(-samples_per_step(config.batch) // (engines * config.rollout.dp))
     held = f"the cache of each holds {engine.cache_tokens:,} tokens"
-    split = f"tp {config.rollout.tp}" + (f" and pp {config.rollout.pp}" if config.rollout.pp > 1 else "")
+    split = f"tp {config.rollout.tp}" + (f" and dp {config.rollout.dp}" if config.rollout.dp > 1 else "")
+    split += f" and pp {config.rollout.pp}" if config.rollout.pp > 1 else ""
     yield f"Rollout: {counted(engines, 'engine')} with {split}; {held},"
     yield f"  {counted(engine.full_samples, 'sample')} of full length at a time, out of {share:,} per step."
     limits = f"{counted(engine.max_sequences, 'sample')} and {engine.max_tokens:,} tokens"
     yield f"  An engine runs up to {limits} at a time."
+    if config.rollout.dp > 1:
+        yield f"  These are figures of each of the {config.rollout.dp} data-parallel ranks of an engine."
     if config.rollout.pp > 1:
         part = math.ceil(min(share, engine.max_sequences) / config.rollout.pp)
         yield f"  Each stage computes {counted(part, 'sample')} at a time, and reads its weights again for the next."

@@ -243,6 +243,9 @@ class RolloutConfig:
     pp: Count = 1
     """Pipeline stages of one engine, each of `tp` devices with a share of the layers. Stages may be on several
     nodes."""
+    dp: Count = 1
+    """Devices of one engine of a mixture that generate different samples and share the experts. Needs
+    `vllm.enable_expert_parallel`."""
     replicas: Count | None = None
     """Number of engines. Null starts as many as fit on their devices."""
     engine: Annotated[str, component("rollout engine", ENGINES)] = "vllm"
@@ -274,7 +277,7 @@ class RolloutConfig:
     @property
     def num_devices(self) -> int:
         """Devices of one engine."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.dp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,8 @@ class EngineSizes:
     """Modules of layers that get the engine's dtype nevertheless, because their slices are not made of whole blocks."""
     pp: int = 1
     """Pipeline stages."""
+    dp: int = 1
+    """Ranks with the same attention for different samples, which share the experts."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig, spec: ModelSpec, *, whole: bool = False) -> EngineSizes:
@@ -71,16 +73,19 @@ class EngineSizes:
         if isinstance(spec, OpenSpec):
             return cls(rollout.tp, whole=True, pp=rollout.pp)
         whole_experts = spec.moe and rollout.vllm.get("enable_expert_parallel", False)
-        return cls(rollout.tp, ep=rollout.tp if whole_experts else 1, whole=whole, pp=rollout.pp)
+        ep = rollout.tp * rollout.dp if whole_experts else 1
+        return cls(rollout.tp, ep=ep, whole=whole, pp=rollout.pp, dp=rollout.dp)
 
     @property
     def num_workers(self) -> int:
         """Workers of an engine."""
-        return self.tp * self.pp
+        return self.tp * self.pp * self.dp
 
     def place(self, worker: int) -> EnginePlace:
         """Return the place of a worker, by its number among the workers of all engines, in vLLM's order of ranks."""
-        return EnginePlace(*divmod(worker % self.num_workers, self.tp))
+        replica, position = divmod(worker % self.num_workers, self.tp * self.pp)
+        stage, tp_rank = divmod(position, self.tp)
+        return EnginePlace(stage, replica * self.tp + tp_rank)
 
     def stages_with(self, spec: ModelSpec, part: EnginePart) -> tuple[int, ...]:
         """Return the stages that hold a part of the model.
@@ -104,14 +109,17 @@ class EngineSizes:
         if self.pp > 1 and isinstance(spec, OpenSpec):
             what = f"engines with {self.pp} stages have not been compared for family {spec.family}, which has no table"
             raise ModelError(what, fix="rollout.pp=1")
-        if self.ep not in (1, self.tp):
+        if self.dp > 1 and (spec.moe is None or self.ep == 1 or self.whole or self.tp * self.pp > 1):
+            what = f"an engine with dp {self.dp} needs a mixture with whole experts on each rank, tp 1 and pp 1"
+            raise ModelError(what, fix="rollout.dp=1, or rollout.vllm.enable_expert_parallel=true")
+        if self.ep not in (1, self.tp * self.dp):
             raise ModelError(
-                f"ep {self.ep} is not 1 or the engine's tp {self.tp}",
+                f"ep {self.ep} is not 1 or the engine's tp {self.tp}" + (f" x dp {self.dp}" if self.dp > 1 else ""),
                 fix="vLLM spreads experts over all ranks of an engine, or splits each over all of them",
             )
         if isinstance(spec, OpenSpec):  # vLLM itself refuses a split that it cannot do
             return
-        etp = self.tp // self.ep if spec.moe else 1
+        etp = 1 if self.ep > 1 or not spec.moe else self.tp
         check_layout(ParallelConfig(tp=self.tp, ep=self.ep, etp=etp), spec, of_engine=True)
         if (rows := _padded(spec.vocab)) % self.tp:
             raise ModelError(f"tp {self.tp} does not divide the {rows} rows of vLLM's vocabulary")
@@ -186,7 +194,9 @@ def largest_stage(spec: ModelSpec, sizes: EngineSizes, num_bytes: Callable[[Fuse
 
 
 @cache
-def engine_bytes(spec: ModelSpec, tp: int, dtype: str, linear_bytes: int | None = None, pp: int = 1) -> tuple[int, int]:
+def engine_bytes(
+    spec: ModelSpec, tp: int, dtype: str, linear_bytes: int | None = None, pp: int = 1, dp: int = 1
+) -> tuple[int, int]:
     """Return the bytes of the fused tensors of an engine's fullest worker in that dtype, and of the largest tensor.
 
     `linear_bytes` are those of an element of linear layers and experts, if the engine quantizes them.
@@ -196,7 +206,7 @@ def engine_bytes(spec: ModelSpec, tp: int, dtype: str, linear_bytes: int | None 
         item = linear_bytes if linear_bytes and is_linear(tensor) else ITEM_BYTES[tensor.dtype or dtype]
         return math.prod(tensor.shape) * item
 
-    return largest_stage(spec, EngineSizes(tp, pp=pp), num_bytes)
+    return largest_stage(spec, EngineSizes(tp, ep=dp if dp > 1 else 1, pp=pp, dp=dp), num_bytes)
 
 
 def is_linear(tensor: Fused) -> bool:
@@ -343,7 +353,7 @@ def _router_and_shared(spec: ModelSpec, moe: MoeSpec, prefix: str) -> Iterator[P
 
 
 def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int | None = None) -> Fused:
-    shape, pieces, padding = parameter.share(rank, sizes.tp)
+    shape, pieces, padding = parameter.share(rank % sizes.tp, sizes.tp)
     if num_stacked is not None:
         shape = (num_stacked, shape[0] // num_stacked, shape[1])
     return Fused(parameter.name, shape, pieces, padding, parameter.dtype)
@@ -351,7 +361,7 @@ def _fused(parameter: Parameter, sizes: EngineSizes, rank: int, num_stacked: int
 
 def _vocabulary(name: str, spec: ModelSpec, sizes: EngineSizes, rank: int) -> Fused:
     num_rows = _padded(spec.vocab) // sizes.tp
-    start = min(rank * num_rows, spec.vocab)
+    start = min(rank % sizes.tp * num_rows, spec.vocab)
     held, columns = min(start + num_rows, spec.vocab) - start, (0, spec.hidden)
     pieces = (Piece(name, ((start, start + held), columns), ((0, held), columns)),) if held else ()
     padding = (((held, num_rows), columns),) if held < num_rows else ()

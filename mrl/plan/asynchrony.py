@@ -270,7 +270,7 @@ class AsynchronyPlan:
 def workload(subject: PlanInput, lengths: Lengths) -> Workload:
     config, spec, device = subject.config, subject.specs["actor"], subject.hardware
     engine, rollout = engine_memory(config, spec, device), config.rollout
-    flops_per_s = rollout.num_devices * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
+    flops_per_s = rollout.tp * rollout.pp * device.flops_per_s * ASSUMPTIONS.prefill_efficiency
     whole, prompt = math.ceil(lengths.whole), math.ceil(lengths.prompt)
     sharing = config.batch.samples_per_prompt if rollout.vllm.get("enable_prefix_caching") is not False else 1
     phases = {phase.name: phase.seconds for phase in plan_time(subject, lengths).phases}
@@ -278,7 +278,7 @@ def workload(subject: PlanInput, lengths: Lengths) -> Workload:
         samples=samples_per_step(config.batch),
         lengths=log_normal(lengths.response, rollout.max_response_tokens),
         prompt_tokens=lengths.prompt,
-        num_engines=num_engines(config),
+        num_engines=num_engines(config) * rollout.dp,  # ranks have their own samples, as engines do
         rows=max(1, int(min(rows_by_cache(engine, lengths), engine.max_sequences))),
         decode_s=decode_step(subject, engine),
         prompt_s=(spec.sequence_flops(prompt) / flops_per_s + prompt * engine_link_s(subject)) / sharing,

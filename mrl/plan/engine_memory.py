@@ -63,7 +63,7 @@ class EngineMemory:
 def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> EngineMemory:
     """Return the memory that vLLM needs, and what remains for its cache."""
     rollout, options = config.rollout, config.rollout.vllm
-    EngineSizes(rollout.tp, pp=rollout.pp).check(spec)
+    EngineSizes.of(rollout, spec).check(spec)
     if num_engines(config) < 1:
         raise PlacementError(f"no engine with {counted(rollout.num_devices, 'device')} fits on its devices")
     demand = planned_demand(config, spec, hardware.memory_bytes)
@@ -72,6 +72,7 @@ def engine_memory(config: Config, spec: ModelSpec, hardware: Hardware) -> Engine
     _, largest = handed_over(spec, sent_sizes(config, spec), demand.dtype)
     quantized = is_online_fp8(options)
     split = f"tp {rollout.tp}" + (f" in the fullest of {rollout.pp} stages" if rollout.pp > 1 else "")
+    split += f" and dp {rollout.dp}" if rollout.dp > 1 else ""
     held = f"the parameters of a worker at {split} in {'FP8' if quantized else demand.dtype}"
     work = demand.work_bytes(sequences, tokens)
     cache, origin = demand.cache_bytes(work), "kv_cache_memory_bytes"

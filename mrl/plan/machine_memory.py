@@ -166,5 +166,7 @@ def _engines(subject: PlanInput) -> Processes:
 def _bucket_bytes(subject: PlanInput) -> int:
     """Return the size of the transfer buckets that one of the two sides may still hold."""
     config = subject.config
-    num_bytes, _ = engine_bytes(subject.specs["actor"], config.rollout.tp, config.actor.dtype, pp=config.rollout.pp)
+    num_bytes, _ = engine_bytes(
+        subject.specs["actor"], config.rollout.tp, config.actor.dtype, pp=config.rollout.pp, dp=config.rollout.dp
+    )
     return min(config.sync.bucket_bytes, num_bytes)

@@ -62,7 +62,7 @@ class Planned(Generic[AnyTyped]):
                 require_table(spec, role, FAMILIES)
             check_layout(model.parallel, spec)
         if isinstance(self.config, Config):
-            EngineSizes(self.config.rollout.tp, pp=self.config.rollout.pp).check(self.specs["actor"])
+            EngineSizes.of(self.config.rollout, self.specs["actor"]).check(self.specs["actor"])
 
     def with_changes(self, changes: Mapping[str, Any]) -> Self | None:
         """Return a copy with these dotted keys changed, or None if a rule or the model forbids it."""

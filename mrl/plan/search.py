@@ -350,6 +350,8 @@ def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
             changes = {"rollout.tp": tp, "rollout.vllm.gpu_memory_utilization": share}
             if placed.config.rollout.pp > 1:
                 changes["rollout.pp"] = 1  # stages add room for the cache, but no speed
+            if placed.config.rollout.dp > 1:
+                changes["rollout.dp"] = 1
             subject = placed.with_changes_unchecked(changes)
             if (seconds := rollout_phase(subject, lengths).seconds) < fastest:
                 fastest = seconds

@@ -109,7 +109,8 @@ def rollout_phase(subject: PlanInput, lengths: Lengths) -> TimedPhase:
     """Return the engines' work until the longest sample has ended."""
     config, spec, device = subject.config, subject.specs["actor"], subject.hardware
     engine = engine_memory(config, spec, device)
-    engines, size = num_engines(config), config.rollout.num_devices
+    # Data-parallel ranks have their own samples, as engines do.
+    engines, size = num_engines(config) * config.rollout.dp, config.rollout.tp * config.rollout.pp
     samples = samples_per_step(config.batch) / engines
     fits_whole = samples <= engine.num_held(lengths.whole)
     batch = max(1.0, min(samples, math.inf if fits_whole else rows_by_cache(engine, lengths), engine.max_sequences))
@@ -144,6 +145,9 @@ def engine_link_s(subject: PlanInput) -> float:
     seconds = 0.0
     if tp > config.cluster.devices_per_node:
         seconds = spec.num_layers / pp * 2 * 2 * hidden * (tp - 1) / tp / node_link_bytes_per_s(subject)
+    if spec.moe and config.rollout.dp > 1:  # each rank gets the tokens of all ranks for its experts, and returns sums
+        routed = sum(map(spec.has_experts, range(spec.num_layers)))
+        seconds += routed * 2 * hidden * (config.rollout.dp - 1) * _s_per_byte(subject, config.rollout.dp)
     # Stages send at the same time, each the hidden states and the sum of the layers before.
     return seconds + (2 * hidden * _s_per_byte(subject, config.rollout.num_devices) if pp > 1 else 0.0)
 
@@ -178,7 +182,7 @@ def decode_step(subject: PlanInput, engine: EngineMemory) -> Callable[[float, fl
 
     def seconds(batch: float, context: float) -> float:
         cached = context * engine.token_bytes + engine.state_bytes
-        part = max(1.0, batch / pp)
+        part = max(1.0, batch / pp) * subject.config.rollout.dp
         read_s = (pp * (weights - math.pow(untouched, part) * experts) + batch * cached) / bytes_per_s
         compute_s = batch * (token_flops + pair_flops * mean_visible(spec, context)) / flops_per_s
         return max(max(read_s, compute_s) + launches_s + batch * link_s, batch * ASSUMPTIONS.decode_sample_s)

@@ -55,7 +55,9 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
         stages = (rollout_tensors(spec, sizes, stage * sizes.tp) for stage in range(sizes.pp))
         wide = {tensor.name for tensors in stages for tensor in tensors if tensor.dtype == "float32"}
         name, reason, ranks = FAMILIES[spec.family].architecture("lm"), "", []
-        for rank in range(settings.num_workers):
+        if config.rollout.dp > 1:
+            reason = f"the {config.rollout.dp} data-parallel ranks of an engine are not built here"
+        for rank in () if reason else range(settings.num_workers):
             with ExitStack() as stack:
                 try:
                     vllm_config = EngineArgs(**engine_arguments(settings)).create_engine_config()

@@ -50,6 +50,8 @@ class EngineDemand:
     """Rank of the adapters that the engine applies; 0 for plain weights."""
     pp: int = 1
     """Pipeline stages."""
+    dp: int = 1
+    """Ranks that share the experts and the engine's samples. Each has a cache and a limit of samples."""
 
     @property
     def _stages(self) -> list[range]:
@@ -77,7 +79,7 @@ class EngineDemand:
     @property
     def weight_bytes(self) -> int:
         linear_bytes = FP8_BYTES if is_online_fp8(self.vllm) else None
-        return engine_bytes(self.spec, self.tp, self.dtype, linear_bytes, self.pp)[0]
+        return engine_bytes(self.spec, self.tp, self.dtype, linear_bytes, self.pp, self.dp)[0]
 
     @property
     def adapter_bytes(self) -> int:
@@ -121,7 +123,7 @@ def engine_capacity(demand: EngineDemand) -> EngineCapacity:
 
     A sample under way is assumed to need a quarter of the longest sample: half the length, half of it written.
     """
-    options, num_wanted, tokens = demand.vllm, max(_MIN_SEQUENCES, demand.share), _TOKENS
+    options, num_wanted, tokens = demand.vllm, max(_MIN_SEQUENCES, -(-demand.share // demand.dp)), _TOKENS
     if demand.device == "cpu":
         sequences, tokens = _MIN_SEQUENCES, max(_CPU_TOKENS, demand.max_tokens)  # without chunked prefill
     else:
@@ -160,6 +162,7 @@ def planned_demand(config: Config, spec: ModelSpec, memory_bytes: int) -> Engine
         vllm=engine_options(config),
         adapter_rank=config.actor.lora.engine_rank if config.actor.lora else 0,
         pp=rollout.pp,
+        dp=rollout.dp,
     )
 
 

@@ -69,6 +69,8 @@ class EngineSettings:
     """Run whose schedule is replayed."""
     pp: int = 1
     """Pipeline stages, each with `tp` workers."""
+    dp: int = 1
+    """Ranks that generate different samples and share the experts."""
     nodes: tuple[str, ...] = ()
     """Addresses of the engine's nodes; empty if it is on one node."""
     node: int = 0
@@ -78,7 +80,7 @@ class EngineSettings:
 
     @property
     def num_workers(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.dp
 
 
 class EngineFollower(ABC):

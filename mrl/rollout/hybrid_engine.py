@@ -295,6 +295,7 @@ class HybridEngine:
             replica=REPLICA.format(index),
             tp=rollout.tp,
             pp=rollout.pp,
+            dp=rollout.dp,
             share=MAX_SEQUENCES if self._loads_files else engine_share(self._config),
             loads_files=self._loads_files,
             reads_text=self._reads_text,

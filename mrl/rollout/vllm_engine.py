@@ -37,6 +37,7 @@ from mrl.rollout.engine_adapters import EngineAdapters
 from mrl.rollout.engine_routes import EngineRoutes, route_arguments
 from mrl.rollout.quantization import gate_arguments
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rollout.vllm_data_parallel import DataParallelEngine
 from mrl.rollout.vllm_processes import VllmFollower, node_arguments, prepare_process, store_without_a_file
 from mrl.weight_sync.vllm_adapters import adapter_arguments
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
@@ -53,7 +54,9 @@ class VllmEngine(RolloutEngine):
         super().__init__(settings)
         prepare_process(settings)
         with store_without_a_file() if settings.num_workers == 1 else nullcontext():
-            self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(settings)))
+            arguments = EngineArgs(**engine_arguments(settings))
+            make = DataParallelEngine if settings.dp > 1 else LLMEngine.from_engine_args
+            self._engine: Any = make(arguments)
         init_info = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
         if settings.pp > 1 and settings.device == "cpu":
@@ -108,6 +111,8 @@ class VllmEngine(RolloutEngine):
 
         A paused scheduler begins no new step, so that each call of `step` takes one step out of the queue.
         """
+        if self.settings.dp > 1:
+            return  # no step is under way, because scheduling is synchronous
         core = self._engine.engine_core.engine_core
         if core.batch_queue:
             core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -158,7 +163,8 @@ class VllmEngine(RolloutEngine):
             raise RolloutError(reasons[0])
 
     def _num_written(self) -> Mapping[str, int]:
-        states = self._engine.output_processor.request_states.values()
+        is_one = self.settings.dp == 1
+        states = self._engine.output_processor.request_states.values() if is_one else self._engine.request_states()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
     def _drop_cache(self) -> None:
@@ -217,6 +223,8 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         **adapter_arguments(settings.adapter_rank),
         **node_arguments(settings),
     }
+    if settings.dp > 1:  # of the first rank; scheduling ahead would begin passes that other ranks do not make
+        required |= {"data_parallel_size": settings.dp, "data_parallel_rank": 0, "async_scheduling": False}
     if settings.device == "cpu":  # vLLM rewinds the noise after a chunk, which CPU generators cannot do
         required["enable_chunked_prefill"] = False
     for name in settings.vllm:
@@ -275,6 +283,7 @@ def _demand(settings: EngineSettings) -> EngineDemand:
         vllm=settings.vllm,
         adapter_rank=settings.adapter_rank,
         pp=settings.pp,
+        dp=settings.dp,
     )
 
 

@@ -80,7 +80,7 @@ class ShardIntersections:
         return frozenset(
             module_in_layer(fused.name)
             for kind in self._examples
-            for tp_rank in range(self.sizes.tp)
+            for tp_rank in range(self.sizes.tp * self.sizes.dp)
             for fused, regions in self.regions(kind, tp_rank, None)
             if is_linear(fused)
             for region in regions.values()

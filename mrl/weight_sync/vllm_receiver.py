@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from vllm.device_allocator.cumem import CuMemAllocator
-from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank, get_tp_group
+from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tensor_model_parallel_rank, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -164,4 +164,5 @@ class IpcTransferEngine(WeightTransferEngine[ReceiverInfo, UpdateInfo]):  # type
 
 def _worker_number() -> int:
     """Return the number of this worker in its engine."""
-    return int(get_pp_group().rank_in_group * get_tp_group().world_size + get_tensor_model_parallel_rank())
+    stage = get_dp_group().rank_in_group * get_pp_group().world_size + get_pp_group().rank_in_group
+    return int(stage * get_tp_group().world_size + get_tensor_model_parallel_rank())

@@ -144,5 +144,9 @@ def test_each_stage_has_its_layers_and_the_ends_that_vllms_model_has(
         found.append((len(numbers), {name for name in names if ".layers." not in name}))
     assert found == [*zip(layers, ends, strict=True)]
     assert last == spec.num_layers - 1
+    assert EngineSizes(2, pp=2).place(7) == (1, 1)
+    assert EngineSizes(ep=4, dp=4).place(6) == (0, 2), "the rank decides the experts"
+    with pytest.raises(ModelError, match=r"dp 2 needs a mixture with whole experts on each rank, tp 1 and pp 1"):
+        EngineSizes(dp=2).check(spec)
     with pytest.raises(ModelError, match=r"an engine with 9 stages has more of them than the model has layers"):
         EngineSizes(pp=9).check(spec)

@@ -52,6 +52,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
         loads_files: bool = False,
         adapter_rank: int = 0,
         pp: int = 1,
+        dp: int = 1,
         **vllm: object,
     ) -> RolloutEngine:
         for other in [engine for engine in engines if kind == "vllm" and isinstance(engine, engine_class(kind))]:
@@ -62,7 +63,7 @@ def make_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
             model, dtype, "cpu", MAX_TOKENS, VOCAB, sockets, f"replica-{next(names)}", tp, {**VLLM, **vllm}
         )
         settings = replace(settings, takes_weights_in_flight=in_flight, returns_routes=routes, loads_files=loads_files)
-        settings = replace(settings, adapter_rank=adapter_rank, pp=pp)
+        settings = replace(settings, adapter_rank=adapter_rank, pp=pp, dp=dp)
         engines.append(engine_class(kind)(settings))
         return engines[-1]
 

@@ -1,7 +1,9 @@
 """vLLM's engine with whole experts on each rank, which vLLM's own kernels cannot compute on a CPU.
 
-They take the global number of an expert for one of the rank's own, and read beyond its experts. Here, choices of other
-ranks' experts have the weight zero.
+It also has the two collectives of ranks with data-parallel attention, which vLLM's CPU build does not have.
+
+The kernels take the global number of an expert for one of the rank's own, and read beyond its experts. Here, choices
+of other ranks' experts have the weight zero.
 """
 
 from __future__ import annotations
@@ -9,6 +11,10 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 from mrl.rollout import vllm_engine
@@ -36,4 +42,25 @@ def _apply_own_experts(self: Any, *, topk_weights: Any, topk_ids: Any, expert_ma
     _apply(self, topk_weights=weights, topk_ids=ids, expert_map=expert_map, **arguments)
 
 
+def _all_gatherv(self: Any, tensors: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """Return the tensors of all ranks, one below another. Ranks may have several tokens each."""
+
+    def gathered(own: Tensor) -> Tensor:
+        parts = [own.new_empty(size, *own.shape[1:]) for size in sizes or [len(own)] * self.world_size]
+        parts[self.rank_in_group].copy_(own)
+        for rank, part in enumerate(parts):
+            dist.broadcast(part, group=self.device_group, group_src=rank)
+        return torch.cat(parts)
+
+    return gathered(tensors) if isinstance(tensors, Tensor) else [gathered(tensor) for tensor in tensors]
+
+
+def _reduce_scatterv(self: Any, tensor: Tensor, dim: int = -1, sizes: list[int] | None = None) -> Tensor:
+    total = tensor.contiguous().clone()
+    dist.all_reduce(total, group=self.device_group)
+    parts = total.split(sizes or [len(total) // self.world_size] * self.world_size)
+    return parts[self.rank_in_group].contiguous()
+
+
 CPUUnquantizedExperts.apply = _apply_own_experts
+CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = _all_gatherv, _reduce_scatterv

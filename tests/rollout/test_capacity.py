@@ -101,6 +101,15 @@ def test_a_stage_caches_its_layers_and_holds_its_weights() -> None:
     assert windows.state_bytes * 2 == replace(windows, pp=1).state_bytes
 
 
+def test_data_parallel_ranks_share_the_experts_and_the_samples() -> None:
+    """Qwen3-30B-A3B on 8: 48 layers of 128 experts of 3 x 2048 x 768."""
+    alone = demand("Qwen3-30B-A3B", 2048)
+    ranks = replace(alone, dp=8)
+    assert alone.weight_bytes - ranks.weight_bytes == 2 * 48 * 112 * 3 * 2048 * 768
+    assert ranks.token_bytes == alone.token_bytes, "each caches whole attention, of its samples"
+    assert engine_capacity(replace(ranks, max_tokens=1024)).max_num_seqs == 256
+
+
 def test_a_slot_for_adapters_is_not_given_to_the_cache() -> None:
     """On one device the slot is as large as PEFT's file of the rank that vLLM pads to."""
     plain, adapted = demand("Qwen2.5-7B", 256), replace(demand("Qwen2.5-7B", 256), adapter_rank=20)

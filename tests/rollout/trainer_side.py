@@ -90,7 +90,7 @@ class InBackground:
 def update(engine: RolloutEngine, model: Path, version: int) -> list[dict[str, str]]:
     """Send the weights of a model's files to an engine. Return the replies of its processes."""
     settings = engine.settings
-    full, sizes = engine.full_tensor_reason, EngineSizes(settings.tp, pp=settings.pp)
+    full, sizes = engine.full_tensor_reason, EngineSizes(settings.tp, settings.dp, pp=settings.pp, dp=settings.dp)
 
     def tensors(worker: int) -> Tensors:
         return whole(model, settings.dtype) if full else fused(model, sizes, worker, settings.dtype)

@@ -46,6 +46,8 @@ CASES = [
     ("qwen2", Mesh(8, tp=2, pp=2), Layout(tp=2, pp=2), EngineSizes(2, pp=4)),
     ("qwen3_moe", Mesh(8, pp=2, ep=4), Layout(pp=2, vpp=2, ep=4), EngineSizes(2, 2, pp=2)),
     ("llama", Mesh(8, tp=2, pp=4), Layout(tp=2, pp=4), EngineSizes(1, pp=3)),
+    ("qwen3_moe", Mesh(4, tp=2, ep=2), Layout(tp=2, ep=2), EngineSizes(1, 2, dp=2)),
+    ("glm4_moe", Mesh(4, pp=2, ep=2), Layout(pp=2, ep=2), EngineSizes(1, 4, dp=4)),
 ]
 
 

@@ -52,6 +52,7 @@ def test_every_worker_holds_its_shard_to_the_bit(tiny: Tiny, tmp_path: Path) -> 
         ReshardCase(moe, ParallelConfig(tp=2, pp=2), EngineSizes(2, whole=True), **common),
         ReshardCase(tied, ParallelConfig(tp=2, pp=2), EngineSizes(1, pp=2), **common, **narrow),
         ReshardCase(moe, ParallelConfig(pp=2, ep=2), EngineSizes(2, 2, pp=2), **common),
+        ReshardCase(moe, ParallelConfig(pp=2, ep=2), EngineSizes(1, 2, dp=2), **common),
         # Correction biases stay float32 next to bfloat16, and routers become float32 in the engine.
         ReshardCase(glm, ParallelConfig(tp=2, pp=2), EngineSizes(2), **common, **narrow, **wide),
         ReshardCase(glm, ParallelConfig(pp=2, ep=2), EngineSizes(2, 2), **common, **wide),

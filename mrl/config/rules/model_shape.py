@@ -126,6 +126,9 @@ def check_model_rules(config: AnyConfig, roles: Sequence[str], shape: ModelShape
         yield from _heads("rollout.tp", config.rollout.tp, shape)
         if shape.family == gpt_oss.FAMILY:
             yield from gpt_oss.check_key_heads("rollout.tp", config.rollout.tp, shape.kv_heads)
+        if config.rollout.dp > 1 and shape.experts is None:
+            what = f"{config.rollout.dp}, but the model has no experts that data-parallel ranks could share"
+            yield problem("rollout.dp", what, "rollout.dp=1: more engines do the same")
         yield from _states(config, shape)
         yield from _positions(config, shape)
         yield from _padded_experts(config, shape)

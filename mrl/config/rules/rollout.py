@@ -16,6 +16,7 @@ def check_rollout(config: Config) -> Iterator[Problem]:
     here, roles, pools = config.cluster.devices_per_node, config.placement.roles, config.placement.pools
     tp, replicas, role = config.rollout.tp, config.rollout.replicas, "rollout" if "rollout" in roles else "actor"
     yield from _stages(config)
+    yield from _data_parallel(config)
     if roles.get(role) in pools:
         devices, size = pools[roles[role]], config.rollout.num_devices
         yield from _engine_nodes(config, devices, here, roles[role])
@@ -25,10 +26,15 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         elif replicas is not None and replicas * size > devices:
             fix = f"rollout.replicas={devices // size}" if devices >= size else f"rollout.tp={devices}"
             yield problem("rollout.replicas", f"{replicas} engines with {size} devices each do not fit on {pool}", fix)
-    if config.cluster.device == "cpu" and tp > 1 and config.rollout.vllm.get("enable_expert_parallel"):
-        key = "rollout.vllm.enable_expert_parallel"
-        what = f"true: vLLM's kernels for experts on a CPU ignore which experts a rank has, and crash with tp {tp}"
-        yield problem(key, what, f"{key}=false, or rollout.tp=1")
+    if (
+        config.cluster.device == "cpu"
+        and tp * config.rollout.dp > 1
+        and config.rollout.vllm.get("enable_expert_parallel")
+    ):
+        key, axis = "rollout.vllm.enable_expert_parallel", "dp" if config.rollout.dp > 1 else "tp"
+        what = "true: vLLM's kernels for experts on a CPU ignore which experts a rank has, and crash with "
+        what += f"{axis} {max(tp, config.rollout.dp)}"
+        yield problem(key, what, f"{key}=false, or rollout.{axis}=1")
     quantization = config.rollout.vllm.get("quantization") or config.rollout.vllm.get("quantization_config")
     if quantization and config.algorithm.correction is None:
         what = f"null: engines with {quantization} sample from other probabilities than the trainer's"
@@ -41,8 +47,8 @@ def check_rollout(config: Config) -> Iterator[Problem]:
 
 def _engine_nodes(config: Config, devices: int, here: int, pool: str) -> Iterator[Problem]:
     """Yield a problem if an engine would have a part of a node and a part of another, or span nodes without vLLM."""
-    size, tp, pp = config.rollout.num_devices, config.rollout.tp, config.rollout.pp
-    if pp == 1 and (tp <= here or config.rollout.engine in ("transformers", "sglang")):
+    size, tp = config.rollout.num_devices, config.rollout.tp
+    if size == tp and (tp <= here or config.rollout.engine in ("transformers", "sglang")):
         yield from stays_in_a_node("rollout.tp", tp, devices, here)
     elif size <= here:
         if devices > here and here % size:
@@ -50,7 +56,7 @@ def _engine_nodes(config: Config, devices: int, here: int, pool: str) -> Iterato
             yield _size_problem(config, what, _near_sizes(config, here))
     elif size % here:
         what = f"is more than the {here} devices of a node: an engine over several nodes takes all devices of each"
-        yield _size_problem(config, what, near_multiples(size, here if pp == 1 else math.lcm(here, tp)))
+        yield _size_problem(config, what, near_multiples(size, here if size == tp else math.lcm(here, tp)))
     elif max(tp, here) % min(tp, here):
         what = f"{tp} tensor ranks of a stage would have parts of two nodes with {here} devices each"
         yield problem("rollout.tp", what, nearest("rollout.tp", near_divisors(tp, here)))
@@ -71,9 +77,39 @@ def _size_problem(config: Config, what: str, sizes: list[int]) -> Problem:
     """Return a problem of the number of devices of an engine, with other numbers that would work."""
     tp, pp = config.rollout.tp, config.rollout.pp
     if pp == 1:
-        return problem("rollout.tp", f"{tp} {what}", nearest("rollout.tp", sizes))
+        key, value = ("rollout.tp", tp) if config.rollout.dp == 1 else ("rollout.dp", config.rollout.num_devices)
+        return problem(key, f"{value} {what}", nearest(key, sizes))
     what = f"{pp} stages of {tp} devices: {tp * pp} {what}"
     return problem("rollout.pp", what, nearest("rollout.pp", [size // tp for size in sizes]))
+
+
+def _data_parallel(config: Config) -> Iterator[Problem]:
+    """Yield a problem for each setting that engines with data-parallel attention do not support."""
+    rollout, lora, here = config.rollout, config.actor.lora, config.cluster.devices_per_node
+    if rollout.dp == 1:
+        return
+    if rollout.engine != "vllm":
+        what = f"{rollout.dp}, but engines of {rollout.engine} have no data-parallel ranks"
+        yield problem("rollout.dp", what, "rollout.dp=1, or rollout.engine=vllm")
+    if rollout.tp * rollout.pp > 1:
+        what = f"{rollout.dp} together with tp {rollout.tp} and pp {rollout.pp} has not been compared"
+        yield problem("rollout.dp", what, "rollout.tp=1 and rollout.pp=1, or rollout.dp=1")
+    if rollout.dp > here:
+        what = f"{rollout.dp} is more than the {here} devices of a node, which such an engine cannot leave yet"
+        yield problem("rollout.dp", what, nearest("rollout.dp", [here]))
+    if not rollout.vllm.get("enable_expert_parallel"):
+        key = "rollout.vllm.enable_expert_parallel"
+        yield problem(key, f"not true: {rollout.dp} data-parallel ranks share whole experts", f"{key}=true")
+    reasons = {
+        "algorithm.router_replay": (config.algorithm.router_replay == "R3", "none"),
+        "actor.lora.sync": (lora is not None and lora.sync == "adapters", "merged"),
+        "rollout.vllm.quantization": (rollout.vllm.get("quantization") is not None, "null"),
+        "asynchrony.weights": (config.asynchrony.weights == "in_flight", "between"),
+    }
+    for key, (is_set, fix) in reasons.items():
+        if is_set:
+            what = f"engines with {rollout.dp} data-parallel ranks have not been compared with this setting"
+            yield problem(key, what, f"{key}={fix}, or rollout.dp=1")
 
 
 def _stages(config: Config) -> Iterator[Problem]:
