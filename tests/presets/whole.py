@@ -84,6 +84,8 @@ def write_model(config: Config, directory: Path, role: str = "actor") -> Path:
     values["vocab_size"] = save_toy_tokenizer(directory) + 9  # the tokenizers of some families add tokens
     if "head_dim" not in values:  # heads of 32, the smallest size that the engine's attention accepts
         values["hidden_size"] = 32 * values["num_attention_heads"]
+    if config.rollout.engine == "sglang":  # on a CPU, SGLang pads other widths
+        values["intermediate_size"] = 128
     if "linear_num_key_heads" in values:  # the only size that vLLM's kernels for CPUs take
         values |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     return make_random(values, "lm", directory)
