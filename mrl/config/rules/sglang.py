@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from mrl.config.arithmetic import has_own_rollout_pool
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.config.sglang import PROVEN_FAMILIES, SglangConfig
@@ -26,9 +25,6 @@ def check_sglang(config: Config) -> Iterator[Problem]:
         if value is not None:  # null removes a key of a file that this one extends
             key = f"rollout.vllm.{name}"
             yield problem(key, "the engine sglang does not read it", f"{key}=null, or {_VLLM}")
-    if rollout.tp > 1 and config.cluster.devices_per_node > 1 and not has_own_rollout_pool(config):
-        what = f"{rollout.tp}, but SGLang's engines that sleep are proven with one device each"
-        yield problem("rollout.tp", what, "rollout.tp=1, or a separate pool for rollout")
     if config.asynchrony.replay:
         what = "SGLang generates without steps that a replay could count"
         yield problem("asynchrony.replay", what, f"asynchrony.replay=null, or {_VLLM}")
