@@ -37,6 +37,13 @@ Batch:
   optimizer steps per step  updates per epoch 2 x epochs_per_step 3          6
   longest sample            max_prompt_tokens 256 + max_response_tokens 256  512 tokens
 
+Algorithm:
+  advantage: grpo  [GRPO, 2402.03300]
+    A_i = (s_i - mean) / (std + floor) over i's group, with the unbiased std.
+  policy loss: ppo  [PPO, 1707.06347]
+    l_t = max(-A r_t, -A clip(r_t)); with dual clip, where A < 0, min(l_t, -A c).
+    clip_high 0.2, clip_low 0.2, dual_clip 3.0
+
 Devices: 1 x 4 = 4 CPU slots, 4 of them in pools
   laptop  4  actor, rollout, reference (kl.where: loss) take turns
 

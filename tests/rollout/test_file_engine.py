@@ -98,6 +98,6 @@ def test_the_engine_sets_what_check_refuses(tiny: Tiny) -> None:
     settings = replace(SETTINGS, model=tiny("qwen3"), takes_weights_in_flight=True)
     in_flight = [replace(settings, device=device) for device in ("cpu", "cuda")]
     names = {name for settings in in_flight for name in engine_arguments(settings)}
-    left_to_vllm = {"pipeline_parallel_size", "data_parallel_size", "seed"}  # to its own defaults
+    left_to_vllm = {"data_parallel_size", "seed"}  # to its own defaults
     of_user = {"dtype", "hf_overrides", "max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size"}
     assert names - of_user == OWNED.keys() - left_to_vllm
