@@ -31,7 +31,7 @@ VERBS = {
     "check": ("mrl.cli.check", "check everything that a run needs before it starts"),
     "plan": ("mrl.cli.plan", "show whether a configuration fits, its memory, and the time of a step"),
     "rehearse": ("mrl.cli.rehearse", "run each kind of rank at full size without GPUs, and measure its memory"),
-    "verify": ("mrl.cli.verify", "compare the layouts of a configuration with one rank and with transformers"),
+    "verify": ("mrl.cli.verify", "compare layouts with one rank and transformers, or your own method with its formula"),
     "env": ("mrl.cli.env", "list versions and devices, and which parts of the stack work on this machine"),
     "train": ("mrl.cli.train", "train a model with a configuration"),
     "replay": ("mrl.cli.replay", "train a recorded step again, also in another layout, and compare the results"),
