@@ -15,11 +15,14 @@ from tests.contracts.entry import Entry, Fact, read_table
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("stored.json")
 ENTRIES = read_table(Path(__file__).with_name("table.yaml"))
-PINS = {
-    name: version
-    for file in ("requirements-sglang.txt", "requirements-cuda.txt")
-    for name, version in re.findall(r"^([\w-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE)
-}
+
+
+def _pins(file: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE))
+
+
+CUDA_PINS = _pins("requirements-cuda.txt")
+PINS = _pins("requirements-sglang.txt") | CUDA_PINS
 OTHER_NAMES = {"megatron": "megatron-core", "fla": "fla-core"}
 PACKAGES = OTHER_NAMES | {name: name for name in ("torch", "transformer_engine", "vllm", "sglang")}
 EXTENSION = "transformer_engine_torch"

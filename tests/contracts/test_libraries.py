@@ -16,7 +16,7 @@ import pytest
 from tests.config.test_fields import FEWEST_FIELDS, TARGETS, undecided
 from tests.contracts.index import IndexSilent, url_of
 from tests.contracts.refresh import asked, look_up, plain, read_extension, read_fields, resolve
-from tests.contracts.stored import ENTRIES, PINS, REFRESH, ROOT, Stored
+from tests.contracts.stored import CUDA_PINS, ENTRIES, PINS, REFRESH, ROOT, Stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_demand]
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def test_the_requirements_are_all_that_pip_would_install() -> None:
     requirements = asked(stored.extension_requires)
     assert requirements == stored.asked, f"the stored copy was asked for something else: {REFRESH}"
     resolved = fresh_or_stored(lambda: resolve(requirements), stored.resolved)
-    assert resolved == {plain(name): PINS[name] for name in PINS}
+    assert resolved == {plain(name): version for name, version in CUDA_PINS.items()}
 
 
 def test_an_index_that_does_not_answer_is_no_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
