@@ -15,7 +15,13 @@ from tests.rollout.test_vllm_weights import SAMPLING, assert_follows, force_whol
 from tests.rollout.trainer_side import update
 
 ON_DEMAND = (pytest.mark.slow, pytest.mark.on_demand)
-MORE = [("llama", False, 2, 2), ("mistral", False, 1, 4), ("qwen2", True, 1, 3), ("mixtral", False, 1, 2)]
+MORE = [
+    ("qwen3_moe", False, 2, 2),
+    ("llama", False, 2, 2),
+    ("mistral", False, 1, 4),
+    ("qwen2", True, 1, 3),
+    ("mixtral", False, 1, 2),
+]
 MORE += [(family, False, 1, 2) for family in ("qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss")]
 
 
@@ -23,7 +29,6 @@ MORE += [(family, False, 1, 2) for family in ("qwen3_moe", "glm4_moe", "deepseek
     ("family", "tied", "tp", "pp"),
     [
         pytest.param("qwen3", True, 1, 2, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", False, 2, 2, marks=pytest.mark.slow),
         *(pytest.param(*case, marks=ON_DEMAND) for case in MORE),
     ],
 )
