@@ -189,8 +189,11 @@ def _divided_otherwise(batch: RandomBatch, config: AlgorithmConfig) -> str:
             barrier.wait()
             return total
 
-        inputs = batch.share(shares[rank], sum_over_ranks)
-        results[rank] = _estimate(inputs, config).advantages_T
+        try:
+            results[rank] = _estimate(batch.share(shares[rank], sum_over_ranks), config).advantages_T
+        finally:
+            if not results[rank].numel():
+                barrier.abort()  # an error on this rank: the other must not wait
 
     ranks = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for rank in ranks:
