@@ -101,7 +101,7 @@ class TracedProcesses:
             except GetTimeoutError:
                 process.problem = f"it did not answer within {_ANSWER_S:g} s"
             except RayError as error:
-                process.problem = f"{ENDED}: {type(error).__name__}"
+                process.problem = f"{ENDED}: {group.ended or type(error).__name__}"
         return [driver, *(process for process, _, _ in started)]
 
     def _begin(self, group: RankProcesses, followers: Collection[int]) -> None:
