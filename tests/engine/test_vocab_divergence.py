@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from mrl.engine.vocab_divergence import Teacher, TeacherHead, likeliest_tokens, token_divergence
 from mrl.engine.vocab_head import HeadOptions
+from mrl.verify.spawn import run_distributed
 
 T, H, HT, V, VOCAB, K = 11, 8, 6, 40, 37, 5  # the last three columns of the weights are padding
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
@@ -180,10 +177,10 @@ def test_no_matrix_of_all_logits_ever_stands() -> None:
         assert 9 <= seen.columns <= 9 + K
 
 
-def _rank_main(rank: int, size: int, rendezvous: str) -> None:
+def compare_rank() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-    case, rows = Case(), V // size
+    rank = dist.get_rank()
+    case, rows = Case(), V // dist.get_world_size()
     mine = slice(rank * rows, (rank + 1) * rows)
     group = dist.group.WORLD
     for k in (None, K, VOCAB):
@@ -192,12 +189,10 @@ def _rank_main(rank: int, size: int, rendezvous: str) -> None:
             dist.all_reduce(d_hidden)
             expected = case.expected(beta, k)
             assert worst((found, mass, d_hidden, d_weight), (*expected[:3], expected[3][mine])) < 1e-12, (k, beta)
-    dist.destroy_process_group()
 
 
-def test_ranks_that_share_the_vocabulary_say_the_same(tmp_path: Path) -> None:
-    arguments = (4, f"file://{tmp_path / 'meet'}")
-    mp.start_processes(_rank_main, arguments, nprocs=4, start_method="fork")  # type: ignore[no-untyped-call]
+def test_ranks_that_share_the_vocabulary_say_the_same() -> None:
+    run_distributed(4, compare_rank, timeout_s=60)
 
 
 def test_float32_rounds_as_it_must() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from mrl.engine import vocab_head
 from mrl.engine.vocab_head import HeadOptions, greedy_tokens, token_log_probs
+from mrl.verify.spawn import run_distributed
 
 T, H, V, VOCAB = 13, 8, 40, 37  # the last three columns of the weight are padding
 NAMES = ("log_probs", "entropy", "d_hidden", "d_weight")
@@ -249,11 +247,10 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
         assert worst(found, expected) < 1e-4
 
 
-def _rank(rank: int, folder: str) -> None:
+def compare_rank() -> None:
     """One of four ranks: compare its part of the results for tp 4 and for two groups of tp 2."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 4)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=120))
+    rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for group, vocab, tile_columns in itertools.product((dist.group.WORLD, pairs[rank // 2]), (37, 25, 3), (4, None)):
         assert group is not None, "a rank is outside its group"
@@ -276,12 +273,8 @@ def _rank(rank: int, folder: str) -> None:
         case.hidden[:0], case.weight[: V // 4], case.labels[:0], case.options(group=dist.group.WORLD)
     )
     assert nothing.shape == (0,), f"shape {nothing.shape}"
-    Path(folder, f"{rank}.done").touch()
-    dist.destroy_process_group()
 
 
-def test_tensor_parallel_ranks_get_what_one_rank_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_parallel_ranks_get_what_one_rank_gets() -> None:
     """Includes sizes where the last ranks hold only padding."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.start_processes(_rank, args=(str(tmp_path),), nprocs=4, start_method="fork")
-    assert len(list(tmp_path.glob("*.done"))) == 4
+    run_distributed(4, compare_rank, timeout_s=120)
