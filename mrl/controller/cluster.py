@@ -117,11 +117,8 @@ def _started_here(config: ClusterConfig) -> Iterator[None]:
         yield
         return
     directory = Path(tempfile.mkdtemp(prefix="mrl-"))  # mode 0700; sockets need a short path
-    token = directory / "token"
-    token.touch(mode=0o600)
-    token.write_text(_token())
     before = {name: os.environ.pop(name, None) for name in _TOKEN_VARIABLES}
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(directory / "token")
     try:
         with _kept(config, directory) as address:
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
@@ -133,36 +130,56 @@ def _started_here(config: ClusterConfig) -> Iterator[None]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+class _RayDied(SetupError):
+    """A process of Ray ended while Ray was starting."""
+
+
 @contextmanager
 def _kept(config: ClusterConfig, directory: Path) -> Iterator[str]:
     """Run Ray's processes below a keeper process, which ends them when this process ends or leaves the block."""
+    try:
+        keeper, address = _start_keeper(config, directory)
+    except _RayDied as error:  # on a busy machine, a raylet that waits too long for its agents ends
+        sys.stderr.write(f"{error}. Ray is started once more.\n")
+        keeper, address = _start_keeper(config, directory)
+    is_over = threading.Event()
+    with keeper:
+        try:
+            threading.Thread(target=_await_loss, args=(keeper, is_over), name="ray-loss", daemon=True).start()
+            yield address
+        finally:
+            ray.shutdown()
+            is_over.set()
+            _end(keeper)
+
+
+def _start_keeper(config: ClusterConfig, directory: Path) -> tuple[subprocess.Popen[str], str]:
+    """Start a keeper process, which removes the directory at its end. Return it with the address of its Ray."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    token = directory / "token"
+    token.touch(mode=0o600)
+    token.write_text(_token())
     # A CPU device is a slot, not a core: a laptop may run more ranks than it has cores.
     slots = [str(config.devices_per_node)] if config.device == "cpu" else []
     command = [sys.executable, "-m", "mrl.controller.keeper", str(directory), *slots]
     pipe = subprocess.PIPE
     environment = dict(os.environ)  # a copy: libraries in other threads may change os.environ
-    with (
-        (directory / "keeper.log").open("w+") as log,
-        subprocess.Popen(
+    with (directory / "keeper.log").open("w+") as log:
+        keeper = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True, env=environment
-        ) as keeper,
-    ):
+        )
         assert keeper.stdout is not None, "it is a pipe"
-        is_over = threading.Event()
-        try:
-            if address := keeper.stdout.readline().strip():
-                threading.Thread(target=_await_loss, args=(keeper, is_over), name="ray-loss", daemon=True).start()
-                yield address
-        finally:
-            ray.shutdown()
-            is_over.set()
+        if address := keeper.stdout.readline().strip():
+            return keeper, address
+        with keeper:
             _end(keeper)
-        if not address:
-            log.seek(0)
-            reason = keeper.stdout.read().strip()  # a process of Ray may have died while it started
-            last_lines = log.read().strip().splitlines()[-1:] or [reason or "it printed nothing"]
-            fix = f"use a shorter TMPDIR: Ray's sockets are in {directory}" if "AF_UNIX" in last_lines[0] else ""
-            raise SetupError(f"Ray did not start on this machine: {last_lines[0]}", fix=fix)
+            reason = keeper.stdout.read().strip()
+        log.seek(0)
+        last_lines = log.read().strip().splitlines()[-1:] or ["it printed nothing"]
+    if reason:
+        raise _RayDied(f"Ray did not start on this machine: {reason}")
+    fix = f"use a shorter TMPDIR: Ray's sockets are in {directory}" if "AF_UNIX" in last_lines[0] else ""
+    raise SetupError(f"Ray did not start on this machine: {last_lines[0]}", fix=fix)
 
 
 def _end(keeper: subprocess.Popen[str]) -> None:

@@ -10,13 +10,16 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
+from mrl.config.schema import ClusterConfig
 from mrl.controller import cluster, keeper
 from mrl.controller.node_agent import read_process
+from mrl.errors import SetupError
 from tests.apart import run_python
 from tests.endings.endings import Process, below, is_there, leftovers, with_shared_memory
 
@@ -139,6 +142,36 @@ def test_nothing_outlives_a_run(target: str, number: int, said: str) -> None:
             os.kill(process[0], signal.SIGKILL)
         run.wait()
         shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2])
+def test_a_ray_that_dies_while_it_starts_is_started_once_more(
+    num_deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Stands in for a busy machine, on which a raylet waits too long for its agents."""
+    starts = tmp_path / "starts"
+    program = [
+        "import os, subprocess, sys, time",
+        f"number = os.write(os.open({str(starts)!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), b'.')",
+        "from mrl.controller import keeper",
+        "keeper._NEEDED = ('sleep',)",
+        "dies = lambda *_: (subprocess.Popen(['sleep', '0.3']), time.sleep(60))",
+        f"keeper._start = dies if os.path.getsize({str(starts)!r}) <= {num_deaths} else lambda *_: 'address'",
+        "keeper.main()",
+    ]
+    started = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        assert command[1:3] == ["-m", "mrl.controller.keeper"]
+        return started([command[0], "-c", "\n".join(program), *command[3:]], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    died = pytest.raises(SetupError, match=r"its sleep \(pid \d+\) has died")
+    config = ClusterConfig(devices_per_node=1, device="cpu")
+    with nullcontext() if num_deaths == 1 else died, cluster._kept(config, tmp_path / "ray") as address:
+        assert address == "address"
+    assert starts.read_text() == ".."
+    assert "has died. Ray is started once more." in capfd.readouterr().err
 
 
 def test_a_ray_that_cannot_start_says_why(tmp_path: Path) -> None:
