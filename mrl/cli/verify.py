@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mrl.cli import verify_algorithm
 from mrl.cli.arguments import add_config, load_one
 from mrl.config.arithmetic import role_mesh
+from mrl.config.role_kinds import writes_tokens
 from mrl.errors import SetupError
 from mrl.libraries import TRANSFORMER_ENGINE_FIX, transformer_engine_fault
 from mrl.models.table import Head
@@ -73,7 +74,7 @@ def _verify_layouts(arguments: argparse.Namespace) -> int:
             continue
         dtype = arguments.dtype or (settings.dtype if device == "gpu" else "float32")
         with tempfile.TemporaryDirectory() as directory:
-            head: Head = "lm" if role in ("actor", "reference", "teacher") else "score"
+            head: Head = "lm" if writes_tokens(role) else "score"
             measured = replace(settings, dtype=dtype)
             verified = verify_layout(values[role], head, measured, num_ranks[role], Path(directory, "model"), device)
         print(f"{role}:", _verdict(verified, f"a small {values[role]['model_type']} in {dtype}"))

@@ -215,6 +215,9 @@ class TeacherConfig(MegatronModelConfig):
 
     path: Text
     """A directory or a name on the hub, as in `model.path`."""
+    sources: list[Text] = field(default_factory=list)
+    """Patterns (`gsm8k`, `math/*`; a star matches any text) of the data sources whose samples it reads. An empty list
+    means all that no other teacher names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +310,9 @@ class Config:
     """The reference model on its own devices. Null keeps it as a frozen copy of the actor."""
     teacher: TeacherConfig | None = None
     """A model that the policy learns from, token by token."""
+    teachers: dict[PlainName, TeacherConfig] = field(default_factory=dict)
+    """More teachers: name -> model. Each sample has one teacher, by its data source. The role in placement.roles is
+    `teachers.NAME`."""
     judge: JudgeConfig | None = None
     """A language model for the reward function `judge`, if its `service` has no address. It needs its own pool. Null if
     every service has an address."""
@@ -333,13 +339,17 @@ class Config:
     def model_roles(self) -> dict[str, MegatronModelConfig]:
         """Return the roles that Megatron runs, trained or frozen, by name."""
         reference = {"reference": self.reference} if self.reference is not None else {}
-        teacher = {"teacher": self.teacher} if self.teacher is not None else {}
-        return {**self.trained_roles(), **reference, **self.scoring_models(), **teacher}
+        return {**self.trained_roles(), **reference, **self.scoring_models(), **self.teaching_models()}
 
     def scoring_models(self) -> dict[str, RewardModelConfig]:
         """Return the reward models by role."""
         one = {"reward_model": self.reward_model} if self.reward_model is not None else {}
         return one | {f"reward_models.{name}": model for name, model in self.reward_models.items()}
+
+    def teaching_models(self) -> dict[str, TeacherConfig]:
+        """Return the teachers by role."""
+        one = {"teacher": self.teacher} if self.teacher is not None else {}
+        return one | {f"teachers.{name}": model for name, model in self.teachers.items()}
 
     def model_of(self, role: str) -> tuple[str, str]:
         """Return the key that sets the initial model of a role, and its value."""

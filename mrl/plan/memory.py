@@ -25,6 +25,7 @@ from mrl.config.arithmetic import (
 )
 from mrl.config.hardware import Hardware
 from mrl.config.mesh import Mesh
+from mrl.config.role_kinds import writes_tokens
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RmConfig
 from mrl.models.table import Head
@@ -49,7 +50,7 @@ _SHARD_ORIGINS = {
 def head_of(config: AnyConfig, role: str) -> Head:
     if isinstance(config, RmConfig):
         return "score"
-    return "lm" if role in ("actor", "reference", "teacher") else "score"
+    return "lm" if writes_tokens(role) else "score"
 
 
 def scoring_phase(role: str) -> str:

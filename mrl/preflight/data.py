@@ -29,7 +29,7 @@ from mrl.preflight.agents import check_agents
 from mrl.preflight.findings import CheckResult, Verdict, fail, guarded, ok, skip, warn
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
-from mrl.trainer.checks import check_reference, check_reward_models, check_reward_sources, check_teacher
+from mrl.trainer.checks import check_reference, check_reward_models, check_reward_sources, check_teachers
 from mrl.trainer.components import check_model, manager_class, model_setup
 from mrl.trainer.supervised_tasks import supervised_setup
 
@@ -116,9 +116,9 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     if isinstance(config, Config) and config.reference is not None and config.reference.path is not None:
         of_reference = (("reference", warning) for warning in check_reference(config, tokenizer))
         yield from guarded("reference", _check_tokens(of_reference, {"reference": config.reference.path}))
-    if isinstance(config, Config) and config.teacher is not None:
-        of_teacher = (("teacher", warning) for warning in check_teacher(config, tokenizer))
-        yield from guarded("teacher", _check_tokens(of_teacher, {"teacher": config.teacher.path}))
+    if isinstance(config, Config) and (teachers := config.teaching_models()):
+        paths = {role: model.path for role, model in teachers.items()}
+        yield from guarded("teacher", _check_tokens(check_teachers(config, tokenizer), paths))
     scored: dict[str, list[Prompt]] = {}
     for key, source in config.data.sources():
         scored[key] = []

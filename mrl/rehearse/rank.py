@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from mrl.config import step_calls
 from mrl.config.arithmetic import role_mesh
+from mrl.config.role_kinds import kind_of
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RankedConfig
 from mrl.controller import RankInfo
@@ -38,7 +39,7 @@ from mrl.rehearse.subject import HALF, Request, without_unknown_kernels
 from mrl.rehearse.timeline import MemoryTimeline, PhaseMemory
 from mrl.rehearse.transfer import route_of, without_engines
 from mrl.trainer import supervised_tasks
-from mrl.trainer.components import kind_of, role_worker
+from mrl.trainer.components import role_worker
 from mrl.trainer.supervised_tasks import supervised_setup, task_of
 from mrl.weight_sync.resharder import WeightSyncSpec
 from mrl.workers import actor, model_worker
@@ -174,7 +175,8 @@ def _widths(config: AnyConfig) -> dict[str, int]:
     """Return the numbers per token of the teacher's columns."""
     if not isinstance(config, Config) or (distillation := config.algorithm.distillation) is None:
         return {}
-    top_k, hidden = distillation.top_k, read_spec(config.model_of("teacher")[1]).hidden
+    teacher = next(iter(config.teaching_models()))
+    top_k, hidden = distillation.top_k, read_spec(config.model_of(teacher)[1]).hidden
     return {"teacher_top_ids": top_k, "teacher_top_log_probs": top_k + 1, "teacher_hidden": hidden}
 
 

@@ -18,6 +18,7 @@ from mrl.config.arithmetic import keeps_reference, role_mesh, shares_actor
 from mrl.config.mesh import Mesh
 from mrl.config.resolved.load import in_directories
 from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig
+from mrl.config.role_kinds import kind_of, writes_tokens
 from mrl.config.schema import Config
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.controller.traced import TracedProcesses
@@ -33,7 +34,7 @@ from mrl.observe.metrics import StepTimer
 from mrl.registry import load_attribute
 from mrl.rewards.manager import RewardManager
 from mrl.rollout.hybrid_engine import HybridEngine
-from mrl.trainer.checks import check_reference, check_reward_models, check_reward_sources, check_teacher
+from mrl.trainer.checks import check_reference, check_reward_models, check_reward_sources, check_teachers
 from mrl.trainer.collector import Collector
 from mrl.trainer.device_turns import DeviceTurns
 from mrl.trainer.engine_probe import EngineProbe
@@ -51,6 +52,7 @@ from mrl.trainer.role_client import (
 )
 from mrl.trainer.sample_stream import SampleStream, open_stream
 from mrl.trainer.shared_critic import CriticOfActor
+from mrl.trainer.teachers import Teachers, teachers_of
 from mrl.trainer.validation import Validator, check_best
 from mrl.workers.messages import ModelSetup
 
@@ -71,11 +73,6 @@ _CLIENTS = {
 }
 
 
-def kind_of(role: str) -> str:
-    """Return the role's key in the tables above: `reward_model` for `reward_models.NAME`."""
-    return "reward_model" if role.startswith("reward_models.") else role
-
-
 @dataclass
 class Components:
     """The parts that a step uses."""
@@ -92,7 +89,7 @@ class Components:
     turns: DeviceTurns
     reference: ReferenceClient | None = None
     """None if the actor holds the reference, or if there is no KL penalty."""
-    teacher: TeacherClient | None = None
+    teachers: Teachers | None = None
     traced: TracedProcesses = field(default_factory=TracedProcesses)
 
     @property
@@ -122,8 +119,8 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             events.write(Warned(role, warning))
         for warning in check_reference(config, tokenizer):
             events.write(Warned("reference", warning))
-        for warning in check_teacher(config, tokenizer):
-            events.write(Warned("teacher", warning))
+        for role, warning in check_teachers(config, tokenizer):
+            events.write(Warned(role, warning))
         for warning in check_reward_sources(config):
             events.write(Warned("reward", warning))
         prompts = PromptLoader(
@@ -169,7 +166,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             turns=turns,
             traced=context.traced,
             reference=roles.get("reference"),
-            teacher=roles.get("teacher"),
+            teachers=teachers_of(config, roles),
         )
 
 
@@ -207,7 +204,7 @@ def model_setup(role: str, config: Config) -> ModelSetup:
     is_taught = role == "actor" and distillation is not None and distillation.form == "full"
     return ModelSetup(
         path=config.model_of(role)[1],
-        head="lm" if role in ("actor", "reference", "teacher") else "score",
+        head="lm" if writes_tokens(role) else "score",
         settings=config.model_roles()[role],
         seed=config.training.seed,
         timeout_s=config.deadlines.call_s,
@@ -216,7 +213,7 @@ def model_setup(role: str, config: Config) -> ModelSetup:
         replays_routes=role == "actor" and config.algorithm.router_replay != "none",
         teacher=config.model_of("teacher")[1] if is_taught else None,
         critic=model_setup("critic", config) if role == "actor" and shares_actor(config, "critic") else None,
-        vocab=read_spec(config.model.path).vocab if role in ("reference", "teacher") else None,
+        vocab=read_spec(config.model.path).vocab if writes_tokens(role) and role != "actor" else None,
     )
 
 

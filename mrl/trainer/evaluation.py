@@ -50,7 +50,7 @@ def engines_alone(config: Config) -> Config:
     if config.judge is not None:
         pools[JUDGE], roles[JUDGE] = role_devices(config, JUDGE), JUDGE
     placement = PlacementConfig(pools=pools, roles=roles)
-    return replace(config, placement=placement, critic=None, reference=None, teacher=None)
+    return replace(config, placement=placement, critic=None, reference=None, teacher=None, teachers={})
 
 
 class EngineSession:

@@ -147,9 +147,10 @@ class RayPPOTrainer:
             with self.clock("ref_log_prob"):
                 batch = batch.union((self.components.reference or self.actor).compute_ref_log_prob(batch))
         for call in self.calls:
-            if call.role == "teacher":
+            if call.role == "teacher" and (teachers := self.components.teachers) is not None:
                 with self.clock("teacher"):
-                    batch = batch.union(getattr(self.components.teacher, call.method)(batch))
+                    batch = batch.union(teachers.columns(call, batch, list(rows["data_source"])))
+                metrics |= teachers.shares(list(rows["data_source"]))
         if self.critic is not None:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
@@ -220,10 +221,10 @@ class RayPPOTrainer:
         with self.clock("validation"), self.components.stream.settled():
             figures = self.components.validator.run(self.num_steps_done, self.components.model_scores)
             answers = self.components.engine_probe.ask(self.num_steps_done)
-        if (teacher := self.components.teacher) is not None:
+        if (teachers := self.components.teachers) is not None:
             with self.clock("validation"):
                 samples = self.components.validator.samples
-                values = {"teacher_kl": validated_kl(self.actor, teacher, samples, _FETCH_S)}
+                values = {"teacher_kl": validated_kl(self.actor, teachers, samples, _FETCH_S)}
                 self.components.validator.by_prompt["val/teacher_kl"] = values["teacher_kl"]
                 figures |= with_intervals("val", values)
             self.components.turns.end()

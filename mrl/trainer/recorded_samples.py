@@ -30,6 +30,7 @@ from mrl.trainer.engine_probe import Answers
 from mrl.trainer.generation import ScoredBatch
 from mrl.trainer.nodes import placed_run
 from mrl.trainer.sample_stream import SampleStream, from_stored_form
+from mrl.trainer.teachers import teachers_of
 
 
 class NoEngines:
@@ -98,7 +99,7 @@ def check_recorded(directory: Path, first: int, last: int) -> None:
 
 
 def without_engines(config: Config) -> Config:
-    """Return a configuration with the trained roles, the reference and the teacher, and only their pools."""
+    """Return a configuration with the trained roles, the reference and the teachers, and only their pools."""
     kept = config.model_roles().keys() - config.scoring_models().keys()
     roles = {role: pool for role, pool in config.placement.roles.items() if role in kept}
     pools = {name: size for name, size in config.placement.pools.items() if name in roles.values()}
@@ -135,5 +136,5 @@ def build_without_engines(config: Config, directory: Path, events: EventLog, clo
             turns=turns,
             traced=context.traced,
             reference=roles.get("reference"),
-            teacher=roles.get("teacher"),
+            teachers=teachers_of(config, roles),
         )

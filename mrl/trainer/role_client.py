@@ -162,16 +162,7 @@ class RewardModelClient(RoleClient):
 
 
 class TeacherClient(RoleClient):
-    def compute_teacher_log_prob(self, batch: DataProto) -> DataProto:
-        return self._forward(step_calls.TEACHER_LOG_PROB, batch)[0]
-
-    def compute_teacher_top_k(self, batch: DataProto) -> DataProto:
-        """Return also the likeliest tokens at each position, and their log-probs."""
-        return self._forward(step_calls.TEACHER_TOP_K, batch)[0]
-
-    def compute_teacher_hidden(self, batch: DataProto) -> DataProto:
-        """Return also the hidden states at each position."""
-        return self._forward(step_calls.TEACHER_HIDDEN, batch)[0]
+    """Client of one teacher, which may get any number of a step's rows (`mrl.trainer.teachers`)."""
 
 
 class SupervisedClient(RoleClient):

@@ -31,6 +31,7 @@ from mrl.trainer.model_scores import ModelScores
 from mrl.trainer.role_client import RoleClient
 from mrl.trainer.segments import trained_rows
 from mrl.trainer.step_metrics import sample_columns
+from mrl.trainer.teachers import Teachers
 
 Answers = list[tuple[str | None, float]]
 """Answer and score of each sample of one prompt. The answer is empty if none was found, None if none was expected."""
@@ -68,7 +69,7 @@ class Validator:
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
         columns: dict[str, list[Any]] = defaultdict(list)
         scored, whole = [part.batch for part in sampled], [models.add(part).batch for part in sampled]
-        self.samples = scored if self._config.teacher is not None else []
+        self.samples = scored if self._config.teaching_models() else []
         for batch in scored:
             rows = zip(batch["data_source"], batch["uid"], batch["answer"], batch["scores"].tolist(), strict=True)
             for source, uid, answer, score in rows:
@@ -226,7 +227,7 @@ def _best(table: Table, k: int) -> npt.NDArray[np.float64]:
     return np.array([table[start + np.argmax(table[start : start + k, _WORTH]), _RULE] for start in starts])
 
 
-def validated_kl(actor: RoleClient, teacher: RoleClient, samples: Sequence[DataProto], timeout_s: float) -> ByPrompt:
+def validated_kl(actor: RoleClient, teachers: Teachers, samples: Sequence[DataProto], timeout_s: float) -> ByPrompt:
     """Return values of the prompts whose mean is the mean of log pi - log nu over the tokens that the policy wrote."""
     sums: dict[str, float] = defaultdict(float)
     sizes: dict[str, float] = defaultdict(float)
@@ -234,7 +235,7 @@ def validated_kl(actor: RoleClient, teacher: RoleClient, samples: Sequence[DataP
         rows = trained_rows(part)
         batch = rows.select(*(name for name in ("prompts", "responses", "response_mask") if name in rows.columns()))
         batch = actor.score(step_calls.LOG_PROB.method, batch)
-        batch = teacher.score(step_calls.TEACHER_LOG_PROB.method, batch)
+        batch = batch.union(teachers.columns(step_calls.TEACHER_LOG_PROB, batch, list(rows["data_source"])))
         columns = fetch(batch, timeout_s)
         difference_T = columns.values("old_log_probs").double() - columns.values("teacher_log_probs").double()
         has_mask = "response_mask" in columns.columns()

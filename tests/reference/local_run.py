@@ -50,6 +50,7 @@ from mrl.trainer.ppo import RayPPOTrainer
 from mrl.trainer.role_client import RoleClient
 from mrl.trainer.run import open_run
 from mrl.trainer.sample_stream import open_stream
+from mrl.trainer.teachers import teachers_of
 from mrl.trainer.validation import Validator
 from mrl.workers.actor import ActorRolloutRefWorker
 from mrl.workers.critic import CriticWorker
@@ -225,7 +226,7 @@ def local_team(
         actor=roles["actor"],
         critic=roles.get("critic"),
         model_scores=models,
-        teacher=roles.get("teacher"),
+        teachers=teachers_of(config, roles),
         hybrid=hybrid,
         engine_probe=probe,
         prompts=prompts,

@@ -41,9 +41,10 @@ class Recorder:
         self._wrap(trainer, "step", self._on_step)
         self._wrap(trainer, "validate", self._on_validate)
         models = {model.role: model.client for model in team.model_scores._models}
-        for name, role in {**team.roles, **models, "teacher": team.teacher}.items():
-            if role is not None:
-                self._listen(name, role)
+        for name, role in {**team.roles, **models}.items():
+            self._listen(name, role)
+        if team.teachers is not None:
+            self._wrap(team.teachers, "columns", self._on_columns)
 
     def recorded(self) -> dict[str, Any]:
         """Return the recording."""
@@ -55,11 +56,6 @@ class Recorder:
         setattr(owner, name, lambda *args, **kwargs: listener(original, *args, **kwargs))
 
     def _listen(self, name: str, role: RoleClient) -> None:
-        def on_columns(original: Callable[..., Any], *args: Any) -> Any:
-            written = original(*args)
-            self._now["columns"] |= _columns(written[0] if isinstance(written, tuple) else written)
-            return written
-
         def on_update(original: Callable[..., Any], batch: DataProto) -> Any:
             report = original(batch)
             self._now["updates"].setdefault(name, []).append(report | {"row_ids": sorted(batch.row_ids.tolist())})
@@ -67,7 +63,12 @@ class Recorder:
 
         for call in STEP:
             if call.role == name:
-                self._wrap(role, call.method, on_columns if call.writes else on_update)
+                self._wrap(role, call.method, self._on_columns if call.writes else on_update)
+
+    def _on_columns(self, original: Callable[..., Any], *args: Any) -> Any:
+        written = original(*args)
+        self._now["columns"] |= _columns(written[0] if isinstance(written, tuple) else written)
+        return written
 
     def _on_generate(
         self,

@@ -105,3 +105,22 @@ def test_a_teacher_beside_rewards_is_a_share_of_what_is_learned(directory: Path)
     assert [line["step"] for line in lines] == [1, 2]
     assert all(0.0 < line["actor/taught_share"] < 1.0 for line in lines)
     assert all("actor/distill_loss" not in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_two_teachers_of_one_model_teach_what_it_teaches(directory: Path) -> None:
+    data = [
+        f'data.train.{name}={{dataset: "toy:addition", columns: {{data_source: null}}, '
+        f"options: {{part: train, largest: {largest}}}}}"
+        for name, largest in (("sums", 19), ("small", 12))
+    ]
+    shorter = ["training.steps=3", *LAYOUTS["top_k"], *data]
+    one = train(directory, "one", *shorter)
+    more = f"{{path: {directory}/teacher/model, dtype: float32, max_tokens_per_device: 256, sources: [small]}}"
+    two = train(directory, "two", f"teachers.other={more}", "placement.roles={teachers.other: all}", *shorter)
+    assert len(one) == len(two) == 4
+    for line, of_two in zip(one, two, strict=True):
+        shares = [of_two.pop(f"{role}/share", None) for role in ("teacher", "teachers.other")]
+        assert all(0.2 < share < 0.8 for share in shares) if line["step"] else shares == [None, None]
+        assert of_two == pytest.approx(line, rel=1e-4, abs=1e-6)

@@ -14,14 +14,18 @@ import torch
 
 from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from mrl.config.resolved.load import load_config
+from mrl.config.role_kinds import teacher_of
 from mrl.config.schema import Config, ModelConfig, TeacherConfig
+from mrl.config.step_calls import TEACHER_LOG_PROB
 from mrl.data.chat import load_tokenizer
 from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError, ModelError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
-from mrl.trainer.checks import check_teacher
+from mrl.trainer.checks import check_teachers
+from mrl.trainer.components import model_setup, role_worker
 from mrl.trainer.step_metrics import distillation_share
+from mrl.trainer.teachers import Teachers
 from mrl.trainer.validation import validated_kl
 
 LAPTOP = Path(__file__).parents[2] / "configs" / "laptop-distill.yaml"
@@ -47,7 +51,7 @@ def model(directory: Path, more: int = 0) -> Path:
     return directory
 
 
-def taught(directory: Path, more: int, **distillation: Any) -> tuple[Config, list[str]]:
+def taught(directory: Path, more: int, **distillation: Any) -> tuple[Config, list[tuple[str, str]]]:
     config = load_config(str(LAPTOP)).config
     policy, teacher = model(directory / "policy"), model(directory / "teacher", more)
     config = replace(
@@ -56,7 +60,7 @@ def taught(directory: Path, more: int, **distillation: Any) -> tuple[Config, lis
         teacher=TeacherConfig(path=str(teacher), max_tokens_per_device=64),
         algorithm=AlgorithmConfig(advantage="grpo", distillation=DistillationConfig(**distillation)),
     )
-    return config, list(check_teacher(config, load_tokenizer(str(policy))))
+    return config, list(check_teachers(config, load_tokenizer(str(policy))))
 
 
 def test_a_teacher_may_have_rows_for_more_tokens_but_not_for_fewer(tmp_path: Path) -> None:
@@ -81,7 +85,7 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
     vocab[first], vocab[second] = other, one
     file.write_text(json.dumps(tokenizer))
     with pytest.raises(DataError, match="2 of the policy's"):
-        list(check_teacher(config, load_tokenizer(config.model.path)))
+        list(check_teachers(config, load_tokenizer(config.model.path)))
 
 
 def test_the_share_of_what_is_earned() -> None:
@@ -106,8 +110,67 @@ def test_the_kl_of_validation_is_a_mean_over_the_tokens_that_the_policy_wrote(wi
         return SimpleNamespace(score=score)
 
     actor, teacher = role("old_log_probs", [[-1.0, -7.0], [-2.0]]), role("teacher_log_probs", [[-2.0, -1.0], [-4.0]])
-    values = validated_kl(actor, teacher, samples, 1.0)
+    teachers = Teachers(load_config(str(LAPTOP)).config, {"teacher": teacher})
+    values = validated_kl(actor, teachers, samples, 1.0)
     assert np.mean(list(values.values())) == (1.5 if with_mask else -1.0)
     assert list(values) == ["sums a", "sums b"]
     assert values["sums b"] > values["sums a"], "the second prompt's tokens differ more"
     assert asked == ["compute_log_prob", "compute_teacher_log_prob"] * 2
+
+
+BY_SOURCE: dict[str, Any] = {
+    "teacher": TeacherConfig(path="general", max_tokens_per_device=64),
+    "teachers": {
+        "math": TeacherConfig(path="math", max_tokens_per_device=64, sources=["gsm8k", "math/*"]),
+        "code": TeacherConfig(path="code", max_tokens_per_device=64, sources=["code"]),
+    },
+}
+
+
+def test_each_row_is_read_by_the_teacher_of_its_data_source() -> None:
+    sources = ["math/algebra", "code", "web", "gsm8k", "web"]
+    batch = DataProto.from_dict({"responses": from_rows([[i, i] for i in range(5)])}, row_ids=np.array([9, 7, 5, 3, 1]))
+    asked: dict[str, list[int]] = {}
+
+    def client(role: str, level: float) -> Any:
+        def score(method: str, rows: DataProto) -> DataProto:
+            assert method == "compute_teacher_log_prob"
+            asked[role] = rows.row_ids.tolist()
+            return rows.with_column("teacher_log_probs", from_rows([torch.full((2,), level)] * len(rows)))
+
+        return SimpleNamespace(score=score)
+
+    clients = {
+        "teacher": client("teacher", -1),
+        "teachers.math": client("math", -2),
+        "teachers.code": client("code", -3),
+    }
+    teachers = Teachers(replace(load_config(str(LAPTOP)).config, **BY_SOURCE), clients)
+    columns = batch.union(teachers.columns(TEACHER_LOG_PROB, batch, sources))
+    assert columns.values("teacher_log_probs").tolist() == [-2, -2, -3, -3, -1, -1, -2, -2, -1, -1]
+    assert asked == {"teacher": [5, 1], "math": [9, 3], "code": [7]}
+    assert teachers.shares(sources) == {"teacher/share": 0.4, "teachers.math/share": 0.4, "teachers.code/share": 0.2}
+    asked.clear()
+    teachers.columns(TEACHER_LOG_PROB, batch.take([1]), ["code"])
+    assert asked == {"code": [7]}, "the others have no row of this batch"
+
+
+def test_a_data_source_without_a_teacher_or_with_two_is_refused() -> None:
+    config = replace(load_config(str(LAPTOP)).config, **BY_SOURCE)
+    assert teacher_of(config, "web") == "teacher"
+    with pytest.raises(DataError, match='no teacher reads the samples of "web"'):
+        teacher_of(replace(config, teacher=None), "web")
+    all_sources = TeacherConfig(path="all", max_tokens_per_device=64, sources=["*"])
+    with pytest.raises(DataError, match=r'"code" is in the sources of teachers\.code and of teachers\.all'):
+        teacher_of(replace(config, teachers={**config.teachers, "all": all_sources}), "code")
+
+
+def test_a_further_teacher_is_a_language_model_with_the_policys_vocabulary(tmp_path: Path) -> None:
+    config, _ = taught(tmp_path, 7, form="top_k")
+    assert config.teacher is not None
+    config = replace(config, teachers={"math": replace(config.teacher, sources=["math"])})
+    one, further = model_setup("teacher", config), model_setup("teachers.math", config)
+    assert replace(further, settings=one.settings) == one
+    assert role_worker("teachers.math", config).args[1:] == role_worker("teacher", config).args[1:]
+    warnings = list(check_teachers(config, load_tokenizer(config.model.path)))
+    assert warnings == [("teachers.math", "no data source is one of its sources: toy:addition")]

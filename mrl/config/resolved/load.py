@@ -213,8 +213,12 @@ def rename_models(config: AnyTyped, names: Mapping[str, str]) -> AnyTyped:
         changes["reward_models"] = {role.partition(".")[2]: model for role, model in renamed.items()}
         if config.reference is not None and "reference.path" in names:
             changes["reference"] = dataclasses.replace(config.reference, path=names["reference.path"])
-        if config.teacher is not None and "teacher.path" in names:
-            changes["teacher"] = dataclasses.replace(config.teacher, path=names["teacher.path"])
+        taught_by = {
+            role: dataclasses.replace(model, path=names.get(f"{role}.path", model.path))
+            for role, model in config.teaching_models().items()
+        }
+        changes["teacher"] = taught_by.pop("teacher", None)
+        changes["teachers"] = {role.partition(".")[2]: model for role, model in taught_by.items()}
     if isinstance(config, Config) and config.judge is not None and "judge.path" in names:
         changes["judge"] = dataclasses.replace(config.judge, path=names["judge.path"])
     return dataclasses.replace(config, **changes)

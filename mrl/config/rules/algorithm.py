@@ -137,8 +137,9 @@ def _distillation(config: Config) -> Iterator[Problem]:
     if distillation is None:
         return
     form, estimator = distillation.form, distillation.estimator
-    if config.teacher is None:
+    if not config.teaching_models():
         yield problem(key, "the section `teacher` is missing", f"add one, or {key}=null")
+    yield from _several_teachers(config)
     if form in ("advantage", "sampled") and (rollout.top_p < 1 or rollout.top_k):
         what = f"{form} averages over tokens drawn from the policy; top_p and top_k draw from another distribution"
         yield problem(f"{key}.form", what, f"{key}.form=top_k, or rollout.top_p=1 and rollout.top_k=0")
@@ -155,6 +156,24 @@ def _distillation(config: Config) -> Iterator[Problem]:
     if config.algorithm.dynamic_sampling is not None and only_teaches(config):
         what = "needs scores, but only the teacher is configured"
         yield problem("algorithm.dynamic_sampling", what, "algorithm.dynamic_sampling=null")
+
+
+def _several_teachers(config: Config) -> Iterator[Problem]:
+    """Yield conflicts between teachers: each sample has one, by its data source."""
+    teachers, form = config.teaching_models(), f"{_DISTILLATION}.form"
+    if config.teachers and config.algorithm.distillation is not None and config.algorithm.distillation.form == "full":
+        what = "every rank of the actor holds the output matrix of one teacher, the section `teacher`"
+        yield problem(form, what, f"{form}=top_k, or only the section `teacher`")
+    unnamed = [role for role, model in teachers.items() if not model.sources]
+    for role in unnamed[1:]:
+        what = f"empty, as are those of {unnamed[0]}: both would read the same samples"
+        yield problem(f"{role}.sources", what, f"{role}.sources=[DATA_SOURCE], as in the column data_source")
+    owners: dict[str, str] = {}
+    for role, model in teachers.items():
+        for pattern in model.sources:
+            if (other := owners.setdefault(pattern, role)) != role:
+                what = f'"{pattern}" is also in {other}.sources'
+                yield problem(f"{role}.sources", what, "name it in the sources of one teacher")
 
 
 def only_teaches(config: Config) -> bool:

@@ -28,7 +28,7 @@ def check_reward(config: Config) -> Iterator[Problem]:
     weights = [function.weight for function in functions.values()] + [model.weight for model in models.values()]
     if not functions and not models and not config.agent.environments:
         fix = "add one: reward.functions.answer.name=gsm8k, a reward_model section, or an environment that scores"
-        if config.teacher is None:
+        if not config.teaching_models():
             yield problem("reward.functions", "no reward function is configured", fix)
     elif not any(weights) and not environments_score(config):
         key = "reward.functions" if functions else f"{next(iter(models))}.weight"

@@ -101,6 +101,7 @@ def _unread(config: Config) -> Iterator[Problem]:
         what = "algorithm.kl.where is none: nothing reads the reference model"
         fix = "algorithm.kl.where=loss, or placement.roles.reference=null and reference=null"
         yield problem("reference", what, fix)
-    if config.teacher is not None and config.algorithm.distillation is None:
-        what, fix = "nothing is learned from it", "algorithm.distillation.form=top_k, or teacher=null"
-        yield problem("teacher", what, fix)
+    if config.algorithm.distillation is None:
+        for role in config.teaching_models():
+            what, fix = "nothing is learned from it", f"algorithm.distillation.form=top_k, or {role}=null"
+            yield problem(role, what, fix)
