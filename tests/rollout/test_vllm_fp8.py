@@ -85,14 +85,13 @@ def update(engine: RolloutEngine, model: Path, version: int) -> None:
     assert [each.result().failure for each in ranks] == [""] * size
 
 
-CASES = [("qwen2", 1, 1, update), ("qwen3", 2, 1, update), ("qwen3", 1, 1, plain_update)]
-CASES += [("qwen3", 2, 1, plain_update), ("qwen3", 1, 2, update)]
+SLOW = [("qwen3", 2, 1, update), ("qwen3", 1, 2, update)]
+ON_DEMAND = [("qwen2", 1, 1, update), ("qwen3", 1, 1, plain_update), ("qwen3", 2, 1, plain_update)]
+CASES = [pytest.param("qwen3", 1, 1, update), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+CASES += [pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.on_demand]) for case in ON_DEMAND]
 
 
-@pytest.mark.parametrize(
-    ("family", "tp", "pp", "update"),
-    [("qwen3", 1, 1, update), *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)],
-)
+@pytest.mark.parametrize(("family", "tp", "pp", "update"), CASES)
 def test_each_update_leaves_the_bits_of_the_formula_in_the_same_memory(
     make_engine: Make, small: Small, family: str, tp: int, pp: int, update: Callable[[RolloutEngine, Path, int], object]
 ) -> None:

@@ -19,9 +19,11 @@ from tests.rollout.conftest import Small, requests
 from tests.rollout.test_vllm_engine import assert_same
 from tests.rollout.trainer_side import InBackground, fused, send, update, whole
 
-MODELS = [("qwen3", True), ("qwen3_moe", False)]
-SLOW_MODELS = [("qwen3", False), ("llama", False), ("mixtral", False), ("qwen3_moe", True)]
-SLOW_MODELS += [(family, False) for family in ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss")]
+SLOW, ON_DEMAND = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.on_demand]
+MODELS = [pytest.param("qwen3", True), pytest.param("qwen3_moe", False), pytest.param("qwen3", False, marks=SLOW)]
+MODELS += [pytest.param(family, False, marks=SLOW) for family in ("glm4_moe", "deepseek_v3", "gpt_oss")]
+MODELS += [pytest.param(family, False, marks=ON_DEMAND) for family in ("llama", "mixtral", "glm4_moe_lite")]
+MODELS += [pytest.param("qwen3_moe", True, marks=ON_DEMAND)]
 SAMPLING = Sampling(temperature=0.9)
 Make = Callable[..., RolloutEngine]
 
@@ -38,9 +40,7 @@ def force_whole_tensors(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engine, "full_tensor_reason", "the test wants it")
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"), [*MODELS, *(pytest.param(*model, marks=pytest.mark.slow) for model in SLOW_MODELS)]
-)
+@pytest.mark.parametrize(("family", "tied"), MODELS)
 def test_new_weights_are_what_is_computed_with(
     make_engine: Make, small: Small, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool
 ) -> None:
@@ -160,8 +160,7 @@ def test_experts_that_stay_behind_are_seen_in_the_log_probs(
     assert_same(engine, oracle, requests(2, 1, 4), SAMPLING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["W_UK_T", "W_UV"])
+@pytest.mark.parametrize("name", [pytest.param("W_UK_T", marks=SLOW), pytest.param("W_UV", marks=ON_DEMAND)])
 def test_old_copies_of_a_weight_of_latents_end_the_update(make_engine: Make, small: Small, name: str) -> None:
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 

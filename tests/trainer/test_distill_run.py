@@ -113,11 +113,11 @@ def test_two_teachers_of_one_model_teach_what_it_teaches(directory: Path) -> Non
     data = [
         f'data.train.{name}={{dataset: "toy:addition", columns: {{data_source: null}}, '
         f"options: {{part: train, largest: {largest}}}}}"
-        for name, largest in (("sums", 19), ("small", 12))
+        for name, largest in (("sums", 19), ("others", 18))
     ]
     shorter = ["training.steps=3", *LAYOUTS["top_k"], *data]
     one = train(directory, "one", *shorter)
-    more = f"{{path: {directory}/teacher/model, dtype: float32, max_tokens_per_device: 256, sources: [small]}}"
+    more = f"{{path: {directory}/teacher/model, dtype: float32, max_tokens_per_device: 256, sources: [others]}}"
     two = train(directory, "two", f"teachers.other={more}", "placement.roles={teachers.other: all}", *shorter)
     assert len(one) == len(two) == 4
     for line, of_two in zip(one, two, strict=True):
