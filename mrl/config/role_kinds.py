@@ -23,7 +23,7 @@ def writes_tokens(role: str) -> bool:
 
 
 def teacher_of(config: Config, source: str) -> str:
-    """Return the role of the only teacher of a data source. A teacher without `sources` has those that no other names.
+    """Return the role of the only teacher of a data source. A teacher without `sources` has the rest.
 
     Raise an error if a source has several teachers, or none.
     """

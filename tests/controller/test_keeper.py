@@ -148,7 +148,7 @@ def test_nothing_outlives_a_run(target: str, number: int, said: str) -> None:
 def test_a_ray_that_dies_while_it_starts_is_started_once_more(
     num_deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Stands in for a busy machine, on which a raylet waits too long for its agents."""
+    """On a busy machine, this happens to a raylet that waits too long for its agents."""
     starts = tmp_path / "starts"
     program = [
         "import os, subprocess, sys, time",
