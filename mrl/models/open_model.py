@@ -148,6 +148,7 @@ def open_spec(config: HfConfig, tensors: Mapping[str, Shape], where: str) -> Ope
         ffn=config.integer("intermediate_size", "ffn_dim", "n_inner"),
         vocab=config.integer("vocab_size"),
         norm_eps=1e-6,
+        qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
         tied=tied,
         rope=Rope(config.integer("head_dim"), 10_000.0),
         max_positions=config.integer("max_position_embeddings", "n_positions"),

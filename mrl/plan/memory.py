@@ -44,6 +44,10 @@ _SHARD_ORIGINS = {
     "parameters": "the rank's rows of every tensor, in float32 if they are trained",
     "optimizer": "Adam's two moments of the same elements",
 }
+_BUILDING = {
+    "megatron": "the model's own, until they are moved to the buffers; or the optimizer's float32 weights",
+    "fsdp": "packed rows against single rows: two gradients of the rank's rows, whole weights and whole gradients",
+}
 
 
 def head_of(config: AnyConfig, role: str) -> Head:
@@ -158,8 +162,8 @@ class Role:
     def build(self) -> Iterator[Item]:
         """Yield the memory while buffers are made. The model's own parameters exist at the same time."""
         yield from self.held("parameters", "gradients")
-        origin = "the model's own, until they are moved to the buffers; or the optimizer's float32 weights"
-        yield Item(self.name, "parameters", self.weights.building, origin)
+        what = "parameters" if self.strategy == "megatron" else "comparison"
+        yield Item(self.name, what, self.weights.building, _BUILDING[self.strategy])
         yield self.reserve()
 
 
@@ -242,9 +246,9 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
     is_of_layers, working = score == forward[0], kept.at_work if train == backward[0] else 0
     activations = item("activations", kept.kept, f"{tokens}, stage {stage}")
     if model.strategy == "fsdp":
-        whole = partial(gathered_bytes, spec, model, head)
+        whole = partial(gathered_bytes, spec, model, head, activations=kept.kept + at_work)
         origin = "whole weights of two layers and of embedding and head"
-        backward_origin = f"{origin}, and the largest whole gradient"
+        backward_origin = f"{origin}, and whole gradients"
         gradients = item("gradients", held.parameters, "of the rank's rows, in float32; dropped after the update")
         train = [gradients, item("gathered", whole(backward=True), backward_origin), *train]
         score = [item("gathered", whole(backward=False), origin), *score]
