@@ -1,4 +1,4 @@
-"""What a rehearsal answers by hand for a model that torch shards: kernels of GPUs, and comparisons of floats.
+"""Stand-ins of a rehearsal for a model that torch shards: kernels of GPUs, and comparisons of floats.
 
 Sharding itself is torch's own code: `fully_shard` gathers, frees and reduces tensors without memory.
 """

@@ -12,7 +12,7 @@ from mrl.config.schema import FsdpConfig, MegatronModelConfig, ParallelConfig, T
 from mrl.models.small import small_config
 from mrl.plan.known_models import known_config, model_spec
 from mrl.plan.shard_layouts import shard_layouts
-from mrl.plan.sharded import copied_bytes, exchanged_bytes, gathered_bytes, role_activations, role_weights
+from mrl.plan.sharded import WholeTensors, copied_bytes, exchanged_bytes, role_activations, role_weights
 from tests.plan.planning import subject_of
 
 PRESET = str(Path(__file__).parents[2] / "configs" / "grpo-qwen2.5-7b-fsdp-1n8g.yaml")
@@ -37,12 +37,15 @@ def test_a_rank_holds_twelve_bytes_of_each_of_its_parameters() -> None:
 def test_whole_weights_are_two_layers_and_the_root() -> None:
     root = 2 * SPEC.vocab * SPEC.hidden + SPEC.hidden
     layer = (SPEC.num_parameters - root) // SPEC.num_layers
-    whole = 2 * (2 * layer + root)
-    assert gathered_bytes(SPEC, trained(), "lm", backward=False) == whole
-    in_layers = whole + 2 * SPEC.vocab * SPEC.hidden + 6 * layer
+    whole, output = WholeTensors.of(SPEC, trained(), "lm"), SPEC.vocab * SPEC.hidden
+    assert whole.weights == 2 * (2 * layer + root)
+    assert whole.forward() == whole.weights + 2 * root, "the root arrives before layers work"
+    assert whole.forward(activations=2 * root) == whole.weights
+    in_layers = whole.weights + 2 * output + 2 * layer + 4 * layer
+    assert whole.backward(activations=6 * root) == in_layers
+    assert whole.backward(activations=6 * root, released=layer) == in_layers - layer
     assert 6 * root > in_layers, "the root's gradient, in both dtypes, without layers"
-    assert gathered_bytes(SPEC, trained(), "lm", backward=True) == 6 * root
-    assert gathered_bytes(SPEC, trained(), "lm", backward=True, activations=root) == max(in_layers, 5 * root)
+    assert whole.backward() == 6 * root
     held = role_weights(SPEC, trained(), Mesh(8), "lm", 0)
     assert held.building == 2 * held.parameters + 6 * root, "the comparison of packed rows has two gradients"
 
