@@ -20,7 +20,7 @@ def shard_layouts(placed: PlanInput, role: str, devices: int) -> Iterator[dict[s
     config, model = placed.config, placed.config.model_roles()[role]
     here, longest = config.cluster.devices_per_node, longest_sample_tokens(config.rollout)
     is_trained = role in config.trained_roles()
-    sizes = [None, *(size for nodes in _NODES if devices % (size := nodes * here) == 0 and size < devices)]
+    sizes = [nodes * here for nodes in _NODES if devices % (nodes * here) == 0 and nodes * here < devices]
     for budget in (model.max_tokens_per_device * multiple for multiple in _BUDGETS):
         # Context parallelism costs more than it gains if a sample fits without it.
         cp = next((size for size in _CONTEXT_SIZES if longest <= budget * size), _CONTEXT_SIZES[-1])
@@ -28,11 +28,11 @@ def shard_layouts(placed: PlanInput, role: str, devices: int) -> Iterator[dict[s
             continue
         if is_trained and config.batch.samples_per_update % dp:
             continue
-        for size in sizes:
+        for shard_size in (None, *sizes):
             layout = {
                 f"{role}.parallel.cp": cp,
                 f"{role}.max_tokens_per_device": budget,
-                f"{role}.fsdp.shard_size": size,
+                f"{role}.fsdp.shard_size": shard_size,
             }
             for recompute in (False, True) if is_trained else (model.fsdp.recompute,):
                 yield layout | {f"{role}.fsdp.recompute": recompute}

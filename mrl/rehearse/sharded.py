@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mrl.engine.packed_attention import Qkv
+from mrl.engine.packed_attention import Qkv, in_blocks
 from mrl.engine.segments import Segments
 from mrl.fsdp import attention, probe
 from mrl.fsdp.engine import FsdpEngine
@@ -22,7 +22,6 @@ from mrl.rehearse.kernels import attended
 from mrl.rehearse.stand_ins import Replaced, head_kernels, host_answers
 
 _ANY = ProbeLimits(math.inf, math.inf)
-_in_blocks = attention.in_blocks
 
 
 def sharded_kernels() -> Replaced:
@@ -45,7 +44,7 @@ def _attend(
     """Attend as a GPU does: by the kernel for packed rows, unless it cannot compute such attention."""
     query, key, value = qkv
     if sinks is not None or query.dtype == torch.float32 or value.shape[-1] > key.shape[-1]:
-        return _in_blocks(qkv, segments, scale, reach, sinks)
+        return in_blocks(qkv, segments, scale, reach, sinks)
     return attended(query, key, value, None)
 
 
