@@ -285,7 +285,6 @@ def _search(
     subject: PlanInput, lengths: Lengths, nodes: int | None, devices_per_node: int | None
 ) -> tuple[list[str], str]:
     """Return the lines of a search, and the overrides of the fastest layout."""
-    refuse_sharded(subject.config, "--search", "a search varies Megatron's layouts")
     cluster = subject.config.cluster
     wanted: Changes = {"cluster.nodes": nodes or cluster.nodes}
     wanted["cluster.devices_per_node"] = devices_per_node or cluster.devices_per_node
@@ -302,14 +301,6 @@ def _search(
         lines.append("No combination fits.")
         return lines, ""
     return [*lines, *found_lines(subject, wanted, result)], subject.overrides(wanted | result.found[0].changes)
-
-
-def refuse_sharded(config: AnyConfig, option: str, why: str) -> None:
-    """Raise an error if torch shards one of the models."""
-    for role, model in config.model_roles().items():
-        if model.strategy == "fsdp":
-            what, fix = f"{role}.strategy is fsdp, but {why}", f"leave {option} out, or {role}.strategy=megatron"
-            raise ConfigError([Problem("command line", option, what, fix)])
 
 
 def _means(lengths: Lengths) -> str:

@@ -125,10 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _subject(resolved: Resolved[Any], model: str | None) -> tuple[Planned[Any], list[str]]:
     """Return the configuration as a rehearsal can run it, and the overrides that make it so."""
     subject = make_plan_input(resolved, None, model)
-    for role, settings in subject.config.model_roles().items():
-        if settings.strategy == "fsdp":
-            what = "a rehearsal runs Megatron's code, not yet that of torch's sharding"
-            raise ConfigError([resolved.located(Problem("", f"{role}.strategy", what, "use mrl plan"))])
     if not shares_actor(subject.config, "critic"):
         return subject, []
     print("The critic has a copy of the frozen model here, in the plan's figures too. A run has none.", file=sys.stderr)

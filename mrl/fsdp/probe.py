@@ -49,7 +49,7 @@ def check_packing(model: RowModel, groups: ShardGroups, compute: torch.dtype) ->
     packed = _packed(model, rows, groups)
     together = _take_gradients(model)
     model.causal.set_attn_implementation("eager")
-    alone = _alone(model, rows, groups)
+    alone = _alone(model, rows, groups, packed)
     model.causal.set_attn_implementation(attention.NAME)
     apart = _take_gradients(model)
     differences = (packed - alone).abs()
@@ -90,22 +90,28 @@ def _packed(model: RowModel, rows: TokenRows, groups: ShardGroups) -> Tensor:
     batch = pack(rows, groups.sequence_sharding, groups.device)
     is_scored = model.head == "score"
     values: Tensor = model(batch, ScoreRequest(hidden=is_scored))["hidden_TH" if is_scored else "log_probs_T"]
-    _weighted(values).backward()  # type: ignore[no-untyped-call]
+    (values.float() * _weights(values)).sum().backward()  # type: ignore[no-untyped-call]
     return values.detach().float()
 
 
-def _alone(model: RowModel, rows: TokenRows, groups: ShardGroups) -> Tensor:
-    """Return the same numbers from the model's own forward, with a row at a time."""
-    parts = torch.split(rows.tokens.to(groups.device), list(_LENGTHS))
-    whole = torch.cat([model.alone(tokens[None]) for tokens in parts])
-    (_weighted(whole) / groups.cp.size()).backward()  # type: ignore[no-untyped-call]
-    return whole.detach().float()
+def _alone(model: RowModel, rows: TokenRows, groups: ShardGroups, packed: Tensor) -> Tensor:
+    """Return the same numbers from the model's own forward, with a row at a time.
+
+    One backward pass for both rows would keep the whole gradients of all layers until its end.
+    """
+    alone, counts = [], [length - 1 for length in _LENGTHS]
+    weights = torch.split(_weights(packed) / groups.cp.size(), counts)
+    for tokens, weight in zip(torch.split(rows.tokens.to(groups.device), list(_LENGTHS)), weights, strict=True):
+        values = model.alone(tokens[None])
+        (values.float() * weight).sum().backward()  # type: ignore[no-untyped-call]
+        alone.append(values.detach().float())
+    return torch.cat(alone)
 
 
-def _weighted(values: Tensor) -> Tensor:
-    """Return a sum in which every value has another weight."""
+def _weights(values: Tensor) -> Tensor:
+    """Return a different weight for every value."""
     weights = torch.linspace(0.5, 1.5, values.numel(), device=values.device).view_as(values)
-    return (values.float() * weights).sum() / math.sqrt(values.numel())
+    return weights / math.sqrt(values.numel())
 
 
 def _take_gradients(model: RowModel) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import math
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -120,7 +120,12 @@ def read_open_spec(path: Path, config: HfConfig) -> OpenSpec:
     if "text_config" in config:
         what = "models with vision or sound are supported only in families with a table"
         raise config.error("text_config", what, "save its language model as a separate model")
-    shapes = {name: shape for name, shape in sorted(file_shapes(path)) if not name.endswith(NOT_WEIGHTS)}
+    return open_spec(config, dict(file_shapes(path)), str(path))
+
+
+def open_spec(config: HfConfig, tensors: Mapping[str, Shape], where: str) -> OpenSpec:
+    """Return the spec of a model with these tensors."""
+    shapes = {name: shape for name, shape in sorted(tensors.items()) if not name.endswith(NOT_WEIGHTS)}
     tied = config.defaulting(tie_word_embeddings=_HEAD not in shapes).flag("tie_word_embeddings")
     if tied:
         shapes.pop(_HEAD, None)
@@ -128,7 +133,7 @@ def read_open_spec(path: Path, config: HfConfig) -> OpenSpec:
     prefixes = {match[1] for name in shapes if (match := _LAYER.fullmatch(name))}
     if layers != {*range(len(layers))} or len(prefixes) != 1:
         what = f"the names of {len(shapes)} tensors do not show its layers ({', '.join(sorted(prefixes)) or 'none'})"
-        raise ModelError(what, where=str(path), fix="use a causal language model with one stack of layers")
+        raise ModelError(what, where=where, fix="use a causal language model with one stack of layers")
     hidden = config.integer("hidden_size", "n_embd", "d_model")
     heads = config.integer("num_attention_heads", "n_head", "num_heads")
     config = config.defaulting(num_key_value_heads=heads, head_dim=hidden // heads, intermediate_size=4 * hidden)
@@ -143,6 +148,7 @@ def read_open_spec(path: Path, config: HfConfig) -> OpenSpec:
         ffn=config.integer("intermediate_size", "ffn_dim", "n_inner"),
         vocab=config.integer("vocab_size"),
         norm_eps=1e-6,
+        qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
         tied=tied,
         rope=Rope(config.integer("head_dim"), 10_000.0),
         max_positions=config.integer("max_position_embeddings", "n_positions"),

@@ -52,6 +52,11 @@ def small_config(values: Mapping[str, Any], parallel: ParallelConfig) -> dict[st
         small["moe_intermediate_size"] = 16 * math.lcm(parallel.tp, parallel.etp)  # tp splits the shared expert
     if "first_k_dense_replace" in values:
         small["first_k_dense_replace"] = 1  # layers of both kinds
+    if "layer_types" in values:  # every kind of layer, in their order
+        kinds = list(dict.fromkeys(values["layer_types"]))
+        small["layer_types"] = [kinds[layer % len(kinds)] for layer in range(int(small["num_hidden_layers"]))]
+    if values.get("sliding_window"):
+        small["sliding_window"] = 8  # rows are longer
     if "kv_lora_rank" in values:
         small |= _latent(values, heads)
     if (values.get("n_group") or 1) > 1:
@@ -76,7 +81,6 @@ def _gpt_oss(parallel: ParallelConfig) -> dict[str, Any]:
         "intermediate_size": 64 * parallel.tp,
         "num_attention_heads": 4 * parallel.tp,
         "num_key_value_heads": 2 * parallel.tp,
-        "sliding_window": 8,
         "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
     }
 

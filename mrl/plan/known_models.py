@@ -14,7 +14,9 @@ from mrl.errors import ModelError, did_you_mean
 from mrl.hub import local_files
 from mrl.models.families import read_spec, spec_of
 from mrl.models.hf_config import HfConfig
+from mrl.models.open_model import open_spec
 from mrl.models.spec import ModelSpec
+from mrl.plan.open_tensors import OPEN_FAMILIES, tensors_of
 
 _ORDER = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
@@ -98,6 +100,21 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | {"num_experts": 256, "num_experts_per_tok": 8},
     "qwen3_next": _DELTA | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "max_position_embeddings": 65536,
+        "attention_bias": False,
+        "sliding_window": 4096,
+    },
     "mixtral": {
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
@@ -154,6 +171,8 @@ _SIZES: dict[str, tuple[str, tuple[int, ...]]] = {
     "Qwen3.5-122B-A10B": ("qwen3_5_moe_text", (48, 3072, 32, 2, 1024, 248320, False)),
     "Qwen3.5-397B-A17B": ("qwen3_5_moe_text", (60, 4096, 32, 2, 1024, 248320, False)),
     "Qwen3-Next-80B-A3B": ("qwen3_next", (48, 2048, 16, 2, 5120, 151936, False)),
+    "Olmo-3-7B": ("olmo3", (32, 4096, 32, 32, 11008, 100278, False)),
+    "Olmo-3-32B": ("olmo3", (64, 5120, 40, 8, 27648, 100278, False)),
     "Mixtral-8x7B": ("mixtral", (32, 4096, 32, 8, 14336, 32000, False)),
     "Mixtral-8x22B": ("mixtral", (56, 6144, 48, 8, 16384, 32768, False)),
 }
@@ -162,6 +181,9 @@ _SAME_SIZES = {
     "Llama-3-": "Llama-3.1-",
     "Llama-3.3-": "Llama-3.1-",
     "DeepSeek-R1-Distill-Llama-": "Llama-3.1-",
+    "Olmo-3-1025-": "Olmo-3-",
+    "Olmo-3-1125-": "Olmo-3-",
+    "Olmo-3.1-": "Olmo-3-",
     "Qwen3.6-": "Qwen3.5-",
     "Qwen2-": "Qwen2.5-",
     "Qwen2.5-Coder-": "Qwen2.5-",
@@ -179,6 +201,7 @@ _GLM_45 = {
     "use_qk_norm": True,
     "routed_scaling_factor": 2.5,
 }
+_WINDOWS = ["sliding_attention"] * 3 + ["full_attention"]
 _GATED_1024 = {
     "linear_num_value_heads": 64,
     "moe_intermediate_size": 1024,
@@ -243,11 +266,13 @@ _EXPERTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 202752,
         "rope_theta": 1e6,
     },
+    "Olmo-3-7B": {"layer_types": _WINDOWS * 8},
+    "Olmo-3-32B": {"layer_types": _WINDOWS * 16},
     "gpt-oss-20b": {"num_local_experts": 32},
     "gpt-oss-120b": {"num_local_experts": 128},
 }
 """Keys in which models of one family differ."""
-_VARIANT = re.compile(r"(-(instruct|base|chat|thinking|hf|v?\d[\d.]*))*", re.IGNORECASE)
+_VARIANT = re.compile(r"(-(instruct|base|chat|think|thinking|sft|dpo|hf|v?\d[\d.]*))*", re.IGNORECASE)
 
 
 def model_spec(model: str) -> ModelSpec:
@@ -255,7 +280,10 @@ def model_spec(model: str) -> ModelSpec:
     path = local_files(model)
     if path is not None and (path / "config.json").is_file():
         return read_spec(path)
-    return spec_of(_config_of(model))
+    config = _config_of(model)
+    if (kind := config.text("model_type")) in OPEN_FAMILIES:
+        return open_spec(config, tensors_of(kind, config), config.where)
+    return spec_of(config)
 
 
 def model_values(model: str) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ from mrl.plan.activations import head_bytes
 from mrl.plan.assumptions import ASSUMPTIONS, GIB, RESERVE, UNUSED
 from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.plan_input import PlanInput, Planned
-from mrl.plan.sharded import gathered_bytes, role_activations, role_forward_bytes, role_weights
+from mrl.plan.sharded import WholeTensors, role_activations, role_forward_bytes, role_weights
 from mrl.plan.weights import WeightBytes, frozen_bytes
 
 _ORIGINS = {
@@ -44,6 +44,10 @@ _ORIGINS = {
 _SHARD_ORIGINS = {
     "parameters": "the rank's rows of every tensor, in float32 if they are trained",
     "optimizer": "Adam's two moments of the same elements",
+}
+_BUILDING = {
+    "megatron": "the model's own, until they are moved to the buffers; or the optimizer's float32 weights",
+    "fsdp": "packed rows against single rows: two gradients of the rank's rows, whole weights and whole gradients",
 }
 
 
@@ -159,8 +163,8 @@ class Role:
     def build(self) -> Iterator[Item]:
         """Yield the memory while buffers are made. The model's own parameters exist at the same time."""
         yield from self.held("parameters", "gradients")
-        origin = "the model's own, until they are moved to the buffers; or the optimizer's float32 weights"
-        yield Item(self.name, "parameters", self.weights.building, origin)
+        what = "parameters" if self.strategy == "megatron" else "comparison"
+        yield Item(self.name, what, self.weights.building, _BUILDING[self.strategy])
         yield self.reserve()
 
 
@@ -238,19 +242,25 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
         more = _divergence(subject) if name == "actor" and isinstance(config, Config) else ()
         backward.append([item("head", scored(backward=True), origin), *more])
         forward.append([item("head", scored(backward=False), origin)])
+    if model.strategy == "fsdp":
+        whole, origin = WholeTensors.of(spec, model, head), "whole weights of two layers and of embedding and head"
+        gathered = partial(item, "gathered")
+        released = kept.kept // spec.num_layers
+        in_layers = whole.backward(kept.kept + at_work, released)
+        backward[0].append(gathered(in_layers, f"{origin}, and whole gradients"))
+        forward[0].append(gathered(whole.forward(in_forward), origin))
+        for works in (backward, forward):
+            works[1].append(gathered(whole.in_head, "whole weights of embedding and head"))
     # Head and layers never work at the same time.
     train, score = (max(works, key=_total) for works in (backward, forward))
     is_of_layers, working = score == forward[0], kept.at_work if train == backward[0] else 0
     activations = item("activations", kept.kept, f"{tokens}, stage {stage}")
+    unused = [_unused(name, in_forward)] if is_of_layers else []
     if model.strategy == "fsdp":
-        whole = partial(gathered_bytes, spec, model, head)
-        origin = "whole weights of two layers and of embedding and head"
-        backward_origin = f"{origin}, and the largest whole gradient"
-        gradients = item("gradients", held.parameters, "of the rank's rows, in float32; dropped after the update")
-        train = [gradients, item("gathered", whole(backward=True), backward_origin), *train]
-        score = [item("gathered", whole(backward=False), origin), *score]
+        origin = "of the rank's rows, in float32; dropped after the update"
+        train = [item("gradients", held.parameters, origin), *train]
     train = [activations, *train, _unused(name, kept.kept + working)]
-    score = [*score, *([_unused(name, _total(score))] if is_of_layers else [])]
+    score = [*score, *unused]
     work = tuple(train) if name in config.trained_roles() else ()
     return Role(name, stage, held, work, tuple(score), 0 if shares else process_bytes(mesh), model.strategy)
 

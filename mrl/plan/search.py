@@ -25,6 +25,7 @@ from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
 from mrl.plan.memory import MemoryPlan, Role, gib, plan_memory, role_stages
 from mrl.plan.plan_input import PlanInput, make_plan_input
+from mrl.plan.shard_layouts import shard_layouts
 from mrl.plan.timing import Lengths, TimePlan, assumed_lengths, plan_time, role_phases, rollout_phase
 
 _MAX_TOGETHER = 3
@@ -79,6 +80,7 @@ def _ladders(subject: PlanInput) -> Iterator[list[Changes]]:
     yield [{f"{role}.parallel.sequence_parallel": True for role, model in roles.items() if model.parallel.tp > 1}]
     yield from activation_ladders(subject)
     yield [{"rollout.tp": config.rollout.tp * factor} for factor in (2, 4, 8)]
+    yield [{f"{role}.fsdp.shard_size": None for role, model in roles.items() if model.fsdp.shard_size}]
     for axis in ("tp", "pp"):
         yield [_split_more(subject, axis, factor) for factor in (2, 4, 8)]
     if subject.specs["actor"].moe:
@@ -288,16 +290,21 @@ def _role_options(placed: PlanInput, role: str, lengths: Lengths) -> Iterator[Op
     """Yield the layouts of a role on its pool, with no, partial or full recomputation."""
     config, memory_bytes = placed.config, placed.hardware.memory_bytes
     devices = config.placement.pools[config.placement.roles[role]]
+    is_sharded = config.model_roles()[role].strategy == "fsdp"
+    for changes in (shard_layouts if is_sharded else _megatron_layouts)(placed, role, devices):
+        subject = placed.with_changes_unchecked(changes)
+        stages = role_stages(subject, role)
+        if all(stage.alone_bytes <= memory_bytes for stage in stages):
+            seconds = sum(phase.seconds for phase in role_phases(subject, role, lengths))
+            yield Option(seconds, subject.config.model_roles()[role], changes, stages)
+
+
+def _megatron_layouts(placed: PlanInput, role: str, devices: int) -> Iterator[Changes]:
+    ways = _recomputations(placed, role) if role in placed.config.trained_roles() else ({},)
     for layout in _layouts(placed, placed.specs[role], role, devices):
-        ways = _recomputations(placed, role) if role in config.trained_roles() else ({},)
+        parallel = {f"{role}.parallel.{name}": size for name, size in layout.items()}
         for recomputation in ways:
-            changes = {f"{role}.parallel.{name}": size for name, size in layout.items()}
-            changes |= {f"{role}.megatron.{name}": value for name, value in recomputation.items()}
-            subject = placed.with_changes_unchecked(changes)
-            stages = role_stages(subject, role)
-            if all(stage.alone_bytes <= memory_bytes for stage in stages):
-                seconds = sum(phase.seconds for phase in role_phases(subject, role, lengths))
-                yield Option(seconds, subject.config.model_roles()[role], changes, stages)
+            yield parallel | {f"{role}.megatron.{name}": value for name, value in recomputation.items()}
 
 
 def _layouts(placed: PlanInput, spec: ModelSpec, role: str, devices: int) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ from mrl.plan.engine_memory import EngineMemory, engine_memory
 from mrl.plan.memory import head_of, scoring_phase
 from mrl.plan.plan_input import PlanInput
 from mrl.plan.reshard_traffic import busiest_traffic, handed_over, sent_sizes
-from mrl.plan.sharded import exchanged_bytes, role_weights
+from mrl.plan.sharded import copied_bytes, exchanged_bytes, role_weights
 from mrl.plan.weights import buffers
 
 
@@ -212,9 +212,11 @@ def _work(subject: PlanInput, role: str, lengths: Lengths, *, trains: bool) -> d
         "links": passes * tokens / (mesh.dp * mesh.cp) * _link_s_per_token(subject, role, mesh) / mesh.pp,
     }
     if model.strategy == "fsdp":
-        exchanged = per_update * num_updates * exchanged_bytes(spec, model, mesh, trains=trains)
-        span = model.fsdp.shard_size or mesh.world_size
-        parts["whole weights and gradients"] = exchanged * _s_per_byte(subject, span)
+        exchanged = exchanged_bytes(spec, model, mesh, trains=trains)
+        seconds = exchanged * _s_per_byte(subject, model.fsdp.shard_size or mesh.world_size)
+        if trains:
+            seconds += copied_bytes(spec, model, mesh) * _s_per_byte(subject, mesh.world_size)
+        parts["whole weights and gradients"] = per_update * num_updates * seconds
         return parts
     parts["pipeline bubble"] = (mesh.pp - 1) / (per_update * model.parallel.vpp) * sum(parts.values())
     if trains:

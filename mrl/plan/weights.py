@@ -55,7 +55,8 @@ class WeightBytes:
     checkpoint: int
     """Checkpoint bytes that the rank writes, from a copy on the host."""
     building: int
-    """Bytes in addition to parameters and gradients, at the fullest moment while Megatron's buffers are made."""
+    """Bytes in addition to parameters and gradients, at the fullest moment while Megatron's buffers are made, or while
+    a model that torch shards is compared with transformers."""
     dequantized: int = 0
     """The largest weight that a frozen model in FP8 makes for a product."""
 

@@ -7,20 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from mrl.config.arithmetic import has_own_rollout_pool, num_engines, role_mesh
+from mrl.config.arithmetic import has_own_rollout_pool, held_dtype, num_engines, role_mesh, shard_size
 from mrl.config.schema import Config
 from mrl.errors import MrlError, counted
-from mrl.models.layout import RankPlace
 from mrl.models.parameters import Piece
 from mrl.models.regions import Shape, intersection, moved, tiling_problems
 from mrl.models.rollout_table import EngineSizes, Fused
 from mrl.models.spec import ModelSpec
-from mrl.models.table import shards_of
 from mrl.plan.memory import gib
 from mrl.rollout.quantization import shares_scales
 from mrl.weight_sync.ipc import ALIGNMENT_BYTES
 from mrl.weight_sync.planner import BucketSizes, ReshardPlanner
 from mrl.weight_sync.rollout_layout import RolloutLayout
+from mrl.weight_sync.row_planner import RowPlanner
 
 ENGINE_ROLE = "rollout"
 """Role whose rehearsal is that of an engine."""
@@ -104,9 +103,12 @@ class PlannedWeights:
     """The weights that the reshard of a configuration brings to the workers of its first engine."""
 
     def __init__(self, config: Config, spec: ModelSpec, dtype: str) -> None:
-        mesh = role_mesh(config, "actor")
-        self._planner = ReshardPlanner(spec, config.actor.parallel, mesh, rollout_layout(config, spec))
-        self._sizes = BucketSizes(config.sync.bucket_bytes, dtype, config.actor.dtype, ALIGNMENT_BYTES)
+        mesh, size, engines = role_mesh(config, "actor"), shard_size(config, "actor"), rollout_layout(config, spec)
+        if size is None:
+            self._planner = ReshardPlanner(spec, config.actor.parallel, mesh, engines)
+        else:
+            self._planner = RowPlanner(spec, mesh.world_size, size, engines)
+        self._sizes = BucketSizes(config.sync.bucket_bytes, dtype, held_dtype(config.actor), ALIGNMENT_BYTES)
         self._held = cache(self._pieces_held)
 
     def of(self, worker: int) -> Iterator[Fused]:
@@ -126,10 +128,7 @@ class PlannedWeights:
 
     def _pieces_held(self, rank: int) -> Mapping[tuple[int, str], tuple[Piece, ...]]:
         """Return the pieces of the parameters of a trainer rank, by chunk and name."""
-        planner = self._planner
-        at = planner.mesh.coordinates(rank)
-        shards = shards_of(planner.spec, planner.layout, RankPlace(at.tp, at.pp, at.ep, at.etp), "lm")
-        return {(shard.chunk, shard.name): shard.pieces for shard in shards}
+        return {(shard.chunk, shard.name): shard.pieces for shard in self._planner.shards(rank)}
 
 
 def differences(rank: int, planned: Iterable[Fused], loaded: Iterable[Fused]) -> Iterator[ParameterDifference]:

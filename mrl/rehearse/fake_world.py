@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,6 +49,8 @@ class _RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own dispatch calls the operation on the rank's shard
         if func.namespace == "c10d":
             return _answer(func, args)
         tensors = list(_tensors((*args, *options.values())))

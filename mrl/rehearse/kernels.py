@@ -91,8 +91,14 @@ class _Attention(torch.autograd.Function):
 def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
     width = value.shape[-1]
     value = torch.nn.functional.pad(value, (0, key.shape[-1] - width))
-    output: Tensor = _Attention.apply(query, key, value, module.softmax_offset)  # type: ignore[no-untyped-call]
+    output = attended(query, key, value, module.softmax_offset)
     return output[..., :width].reshape(query.shape[0], -1)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the output of a kernel for packed rows [tokens, heads, dim]."""
+    output: Tensor = _Attention.apply(query, key, value, sinks)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _ReadInOrder(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES, read_spec
+from mrl.models.open_model import OpenSpec
 from mrl.models.regions import Region
 from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard, hf_tensors
-from mrl.plan.known_models import model_values
+from mrl.plan.known_models import model_spec, model_values
 
 
 def write_config(model: str, directory: Path) -> Path:
@@ -24,7 +26,16 @@ def write_config(model: str, directory: Path) -> Path:
     architecture = FAMILIES[values["model_type"]].architecture("lm")  # sizes of published models come without it
     text = json.dumps({"architectures": [architecture], **values})
     (directory / "config.json").write_text(text, encoding="utf-8")
+    if isinstance(spec := model_spec(model), OpenSpec):
+        _write_header(directory / "model.safetensors", spec)
     return directory
+
+
+def _write_header(file: Path, spec: OpenSpec) -> None:
+    """Write the names and shapes of the tensors, which a model without a table is read by."""
+    entries = {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in spec.weights}
+    header = json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
 
 
 class TableReader:
@@ -47,8 +58,8 @@ class TableReader:
         """A model without files has no file that could be wrong."""
 
     def read(self, name: str, box: Region) -> Tensor:
-        """Return a box of a tensor, without contents."""
-        return torch.empty([stop - start for start, stop in box])
+        """Return a box of a tensor, without contents. A real one is on the host, so this one counts nothing."""
+        return torch.empty(()).expand([stop - start for start, stop in box])
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]

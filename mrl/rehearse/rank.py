@@ -34,6 +34,7 @@ from mrl.rehearse import batches, model_files
 from mrl.rehearse.batches import MicroBatches, RowLengths
 from mrl.rehearse.fake_world import fake_world
 from mrl.rehearse.lengths import fullest
+from mrl.rehearse.sharded import num_held, sharded_answers, sharded_kernels
 from mrl.rehearse.stand_ins import Replaced, Routing, StageMessages, answers, gpu_kernels, replaced
 from mrl.rehearse.subject import HALF, Request, without_unknown_kernels
 from mrl.rehearse.timeline import MemoryTimeline, PhaseMemory
@@ -71,30 +72,34 @@ def rehearse_rank(request: Request) -> RankReport:
         stack.enter_context(timeline.follows_resizing())
         layout = config.model_roles()[role].parallel
         messages = StageMessages(layout.tp if layout.sequence_parallel else 1)
-        routing = _routing(mesh.coordinates(rank).ep, layout.ep, subject.specs[role], request.routing)
-        trained = config.trained_roles().get(role)
-        lora = trained.lora if trained is not None else None
-        by_hand = [
-            *gpu_kernels(
-                adapted=lora is not None,
-                adapted_experts=lora is not None and splits_experts(subject.specs[role], lora),
-            ),
-            *answers(messages, routing),
-            *without_engines(),
-            *_without_files_or_peers(),
-        ]
-        stack.enter_context(replaced(by_hand))
+        is_sharded, spec = config.model_roles()[role].strategy == "fsdp", subject.specs[role]
+        by_hand = (
+            [*sharded_kernels(), *sharded_answers()] if is_sharded else _of_megatron(config, request, spec, messages)
+        )
+        stack.enter_context(replaced([*by_hand, *without_engines(), *_without_files_or_peers()]))
         place = RankInfo(role, rank, 0, mesh, cast(Any, None))
         with timeline.phase(f"build {role}"):
             worker = _worker(config, role, place)
             worker.init_model()
-        messages.belongs_to(worker.engine)
+        if not is_sharded:
+            messages.belongs_to(worker.engine)
         rows, batch = _rows(config, request, worker)
         for phase, call in _calls(config, request, worker, rows, Path(directory)):
             with timeline.phase(phase):
                 call()
         tokens, seconds = batches.num_tokens(rows), time.monotonic() - began
-        return RankReport(tuple(timeline.phases), _held(worker.engine), batch, tokens, len(rows), seconds)
+        held = num_held(cast(Any, worker.engine)) if is_sharded else _held(worker.engine)
+        return RankReport(tuple(timeline.phases), held, batch, tokens, len(rows), seconds)
+
+
+def _of_megatron(config: AnyConfig, request: Request, spec: ModelSpec, messages: StageMessages) -> Replaced:
+    """Return what is replaced for a `MegatronEngine`."""
+    layout, trained = config.model_roles()[request.role].parallel, config.trained_roles().get(request.role)
+    place = role_mesh(config, request.role).coordinates(request.rank)
+    lora = trained.lora if trained is not None else None
+    has_adapted_experts = lora is not None and splits_experts(spec, lora)
+    kernels = gpu_kernels(adapted=lora is not None, adapted_experts=has_adapted_experts)
+    return [*kernels, *answers(messages, _routing(place.ep, layout.ep, spec, request.routing))]
 
 
 def _rows(config: AnyConfig, request: Request, worker: ModelWorker) -> tuple[list[RowLengths], str]:

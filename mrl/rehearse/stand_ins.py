@@ -60,9 +60,7 @@ def gpu_kernels(*, adapted: bool = False, adapted_experts: bool = False) -> Repl
     experts with adapters are multiplied one by one."""
     fused = (layer_spec, "_local_layer", kernels.layer_of(layer_spec._local_layer))
     return [
-        # The vocabulary head has smaller tiles on a CPU, and multiplies in float32 there.
-        (vocab_head, "TILE_BYTES", vocab_head.TILE_BYTES | {"cpu": vocab_head.TILE_BYTES["cuda"]}),
-        (vocab_head, "_operand_dtype", _operand_dtype),
+        *head_kernels(),
         # Kernels of Transformer Engine and Apex, which need CUDA, and what torch's compiler fuses.
         *([] if adapted else [fused]),
         (layer_spec.PackedAttention, "forward", kernels.attention),
@@ -77,12 +75,30 @@ def gpu_kernels(*, adapted: bool = False, adapted_experts: bool = False) -> Repl
     ]
 
 
+def head_kernels() -> Replaced:
+    """Return the head of GPUs: on a CPU it has smaller tiles, and multiplies in float32."""
+    return [
+        (vocab_head, "TILE_BYTES", vocab_head.TILE_BYTES | {"cpu": vocab_head.TILE_BYTES["cuda"]}),
+        (vocab_head, "_operand_dtype", _operand_dtype),
+    ]
+
+
+def host_answers() -> Replaced:
+    """Return answers about the host: copies there have no contents, and a buffer is no memory of the device."""
+    return [
+        (torch.distributed, "all_gather_object", _gather_own),
+        (HostMirroredStorage, "new_host_buffer", _host_buffer),
+        (HostMirroredStorage, "_contents", lambda _: []),
+        (HostMirroredStorage, "_slots", lambda _, host: []),
+    ]
+
+
 def answers(messages: StageMessages, routing: Routing) -> Replaced:
     """Return what depends on other ranks, on the values of floats, or on contents that fake tensors do not have."""
     return [
+        *host_answers(),
         (P2PCommunicator, "_communicate_shapes", messages.shapes),
         (OrderedP2PCommunicator, "_communicate_shapes", messages.shapes),
-        (torch.distributed, "all_gather_object", _gather_own),
         # The loop over chunks takes minutes on fake tensors.
         (delta_rule, "_read_in_order", kernels.read_in_order),
         (delta_kernels, "usable", lambda _: False),  # they have no form for fake tensors, and need less memory
@@ -91,10 +107,6 @@ def answers(messages: StageMessages, routing: Routing) -> Replaced:
         # The norm of all gradients is one number. Megatron's own function makes a tensor from a list of them.
         (clip_grads, "l2_norm_impl", lambda *_: (torch.empty(1), None)),
         (clip_grads, "multi_tensor_scale_impl", lambda *_: None),
-        # Copies to the host and back have no contents, and a buffer on the host is no memory of the device.
-        (HostMirroredStorage, "new_host_buffer", _host_buffer),
-        (HostMirroredStorage, "_contents", lambda _: []),
-        (HostMirroredStorage, "_slots", lambda _, host: []),
         # A fake parameter cannot be replaced by its copy on a device, and it is there already.
         (torch.nn.Module, "to", lambda self, *_, **__: self),
     ]

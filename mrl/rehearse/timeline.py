@@ -64,7 +64,7 @@ class MemoryTimeline:
         """Note the storages that an operation has made, and what it computed."""
         counted.observe(func, args, result)
         for value in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(value, Tensor) and value.dtype.is_floating_point:
+            if isinstance(value, Tensor) and value.dtype.is_floating_point and not value.is_meta:
                 self._note(value)
 
     @contextmanager

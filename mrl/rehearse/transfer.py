@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mrl.config.arithmetic import held_dtype, shard_size
 from mrl.config.schema import Config
 from mrl.models.regions import Region
 from mrl.models.spec import ModelSpec
@@ -29,7 +30,8 @@ def route_of(config: Config, spec: ModelSpec) -> WeightSyncSpec:
         layout=layout,
         sockets=(Path("engine"),) * len(layout.hosts),
         dtype=config.rollout.vllm.get("dtype", config.actor.dtype),
-        trained_dtype=config.actor.dtype,
+        trained_dtype=held_dtype(config.actor),
+        shard_size=shard_size(config, "actor"),
         bucket_bytes=config.sync.bucket_bytes,
     )
 

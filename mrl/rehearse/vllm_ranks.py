@@ -21,6 +21,7 @@ from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.schema import Config
 from mrl.dtypes import dtype_name, torch_dtype
 from mrl.models.families import FAMILIES, read_spec
+from mrl.models.open_model import OpenSpec
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.spec import ModelSpec
 from mrl.models.table import file_tensors, hf_tensors
@@ -67,7 +68,9 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
                     reason = f"{name} cannot be built on a CPU as rank {rank}: {type(error).__name__}: {error}"
                     break
                 name, found = type(built).__name__, list(_wrong_dtypes(rank, built, dtype, wide))
-                if reason := full_tensor_reason(built):
+                if isinstance(spec, OpenSpec):
+                    reason = f"mrl has no table for {spec.family}, so engines get whole tensors for vLLM's loader"
+                elif reason := full_tensor_reason(built):
                     reason = f"{name} takes whole tensors, which only vLLM's loader can divide: {reason}"
                 elif reason := _loading_reason(name, built, spec):
                     shapes = {key: tuple(parameter.shape) for key, parameter in built.named_parameters()}

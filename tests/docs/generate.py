@@ -39,6 +39,7 @@ from mrl.data.toy import TOY_TASKS
 from mrl.launch.kubernetes import KubernetesSite
 from mrl.launch.slurm import SiteConfig
 from mrl.models.families import FAMILIES
+from mrl.models.open_model import OpenSpec
 from mrl.models.spec import ModelSpec
 from mrl.observe.trackers import KNOWN
 from mrl.plan.known_models import known_models, model_spec
@@ -362,6 +363,8 @@ def models() -> str:
 
 def _parts(spec: ModelSpec) -> str:
     """Describe what the layers of a family have in addition to those of Llama."""
+    if isinstance(spec, OpenSpec):
+        return "no table: only with `strategy: fsdp`"
     parts = {
         "bias of queries, keys and values": spec.qkv_bias,
         "norms of queries and keys": spec.qk_norm,

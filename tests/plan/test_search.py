@@ -22,6 +22,7 @@ CASES = {
     "one role": ("grpo-qwen2.5-7b-1n8g", {}),
     "three roles": ("ppo-llama3.1-8b-1n8g", REWARD_MODEL),
     "little memory": ("ppo-llama3.1-8b-1n8g", {"actor__max_tokens_per_device": 8192}),
+    "sharded": ("grpo-qwen2.5-7b-fsdp-1n8g", {}),
     "experts": ("grpo-qwen3-30b-a3b-2n8g", {}),
 }
 

@@ -1,4 +1,4 @@
-"""Plans of models that torch shards: bytes of shards and of whole layers, and commands that refuse the strategy."""
+"""Plans of models that torch shards: bytes of shards and of whole layers, and the layouts that a search tries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import pytest
 
 from mrl.cli.main import main
 from mrl.config.mesh import Mesh
-from mrl.config.schema import FsdpConfig, MegatronModelConfig, TrainedModelConfig
-from mrl.plan.known_models import model_spec
-from mrl.plan.sharded import exchanged_bytes, gathered_bytes, role_activations, role_weights
+from mrl.config.schema import FsdpConfig, MegatronModelConfig, ParallelConfig, TrainedModelConfig
+from mrl.models.small import small_config
+from mrl.plan.known_models import known_config, model_spec
+from mrl.plan.shard_layouts import shard_layouts
+from mrl.plan.sharded import WholeTensors, copied_bytes, exchanged_bytes, role_activations, role_weights
+from tests.plan.planning import subject_of
 
 PRESET = str(Path(__file__).parents[2] / "configs" / "grpo-qwen2.5-7b-fsdp-1n8g.yaml")
 SPEC = model_spec("Qwen2.5-7B")
@@ -34,8 +37,17 @@ def test_a_rank_holds_twelve_bytes_of_each_of_its_parameters() -> None:
 def test_whole_weights_are_two_layers_and_the_root() -> None:
     root = 2 * SPEC.vocab * SPEC.hidden + SPEC.hidden
     layer = (SPEC.num_parameters - root) // SPEC.num_layers
-    assert gathered_bytes(SPEC, trained(), "lm", backward=False) == 2 * (2 * layer + root)
-    assert gathered_bytes(SPEC, trained(), "lm", backward=True) == 2 * (2 * layer + root) + 4 * max(layer, root)
+    whole, output = WholeTensors.of(SPEC, trained(), "lm"), SPEC.vocab * SPEC.hidden
+    assert whole.weights == 2 * (2 * layer + root)
+    assert whole.forward() == whole.weights + 2 * root, "the root arrives before layers work"
+    assert whole.forward(activations=2 * root) == whole.weights
+    in_layers = whole.weights + 2 * output + 2 * layer + 4 * layer
+    assert whole.backward(activations=6 * root) == in_layers
+    assert whole.backward(activations=6 * root, released=layer) == in_layers - layer
+    assert 6 * root > in_layers, "the root's gradient, in both dtypes, without layers"
+    assert whole.backward() == 6 * root
+    held = role_weights(SPEC, trained(), Mesh(8), "lm", 0)
+    assert held.building == 2 * held.parameters + 6 * root, "the comparison of packed rows has two gradients"
 
 
 def test_recomputation_keeps_the_inputs_of_layers() -> None:
@@ -52,17 +64,35 @@ def test_a_micro_batch_exchanges_all_weights() -> None:
 def test_the_preset_fits_and_shows_whole_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", PRESET, "--verbose"]) == 0
     printed = capsys.readouterr().out
-    assert "whole weights of two layers and of embedding and head, and the largest whole gradient" in printed
+    assert "whole weights of two layers and of embedding and head, and whole gradients" in printed
     assert "whole weights and gradients" in printed
     assert "Megatron's flat buffers" not in printed
 
 
-@pytest.mark.parametrize("command", [["plan", "--search"], ["rehearse"]], ids=" ".join)
-def test_commands_for_megatron_refuse_it_by_name(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command[0], PRESET, *command[1:]]) != 0
-    said = capsys.readouterr().err
-    assert "actor.strategy" in said
-    assert "Megatron" in said
+def test_copies_send_each_other_their_gradients() -> None:
+    assert copied_bytes(SPEC, trained(), Mesh(8)) == 0
+    assert copied_bytes(SPEC, trained(shard_size=4), Mesh(8)) == 4 * SPEC.num_parameters / 4
+
+
+def test_a_search_proposes_shards_and_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", PRESET, "--search", "--nodes", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "actor.max_tokens_per_device=65536" in printed
+    assert "actor.fsdp.shard_size=8" in printed
+    assert "actor.parallel.tp" not in printed
+
+
+def test_copies_of_a_search_divide_the_pool() -> None:
+    batch = {"batch.prompts_per_step": 96, "batch.samples_per_update": 384}
+    three = subject_of("grpo-qwen2.5-7b-fsdp-1n8g").with_changes_unchecked({"cluster.nodes": 3, **batch})
+    sizes = {layout["actor.fsdp.shard_size"] for layout in shard_layouts(three, "actor", 24)}
+    assert sizes == {None, 8}, "16 ranks for a copy would leave 8"
+
+
+def test_a_twin_has_all_kinds_of_layers_and_a_window_shorter_than_its_rows() -> None:
+    small = small_config(known_config("Olmo-3-7B"), ParallelConfig())
+    assert small["layer_types"] == ["sliding_attention", "full_attention"]
+    assert small["sliding_window"] < 16
 
 
 def test_explain_names_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,3 +77,9 @@ def test_a_frozen_teacher_needs_what_is_planned(tmp_path: Path) -> None:
     model = shortened(tmp_path / "model", "Qwen2.5-72B", 4)
     layout = "teacher.parallel={tp: 2, pp: 2, vpp: 1, sequence_parallel: true}"
     check(CONFIGS / "distill-qwen2.5-7b-from-72b-2n8g.yaml", "teacher", (f"teacher.path={model}", layout))
+
+
+def test_a_sharded_model_needs_what_is_planned(tmp_path: Path) -> None:
+    """Also while it is loaded and compared with transformers, and when its rows go to engines."""
+    model = shortened(tmp_path / "model", "Qwen2.5-7B", 4)
+    check(CONFIGS / "grpo-qwen2.5-7b-fsdp-1n8g.yaml", "actor", (f"model.path={model}",))
