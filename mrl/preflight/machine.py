@@ -218,7 +218,15 @@ def check_machines(config: AnyConfig) -> Iterator[CheckResult]:
         return
     # These load Ray and torch, so import them only here.
     from mrl.controller import ray_cluster
-    from mrl.controller.nodes import LINK_FIX, broken_links, free_devices, linked_nodes, offered_nodes, run_on_nodes
+    from mrl.controller.nodes import (
+        LINK_FIX,
+        broken_links,
+        free_devices,
+        link_distances,
+        linked_nodes,
+        offered_nodes,
+        run_on_nodes,
+    )
     from mrl.preflight.data import found_models, node_models
 
     with canary_file(config) as canary:
@@ -237,7 +245,9 @@ def check_machines(config: AnyConfig) -> Iterator[CheckResult]:
         yield from check_nodes(config, facts, node_facts(canary, with_gpus=False)["versions"])
         yield from (fail("network", line, LINK_FIX) for line in broken)
         if not broken:
-            yield ok("network", f"each of {len(usable)} nodes reaches every other node by TCP")
+            num_tried = len(link_distances(len(usable)))
+            others = "every other node" if num_tried == len(usable) - 1 else f"{num_tried} others, near and far,"
+            yield ok("network", f"each of {len(usable)} nodes reaches {others} by TCP")
 
 
 def check_slurm(config: AnyConfig) -> Iterator[CheckResult]:
