@@ -154,7 +154,7 @@ def _check_node(config: AnyConfig, node: Mapping[str, Any], expected: Mapping[st
     yield _shared_memory(config, node["shm_free_bytes"])
     if config.cluster.device == "cpu":
         yield check_machine(config, node["usable_memory_bytes"], node["taken_memory_bytes"])
-    yield from _limits(node)
+    yield from _limits(node, max(config.placement.pools.values()))
     for variable, interface in node["missing_interfaces"].items():
         what = f"{variable}={interface}, but this network interface does not exist"
         yield fail("network", what, f"unset {variable}, or set an interface from `ip link`")
@@ -174,10 +174,10 @@ def _shared_memory(config: AnyConfig, free: int) -> CheckResult:
     return ok("shared memory", what)
 
 
-def _limits(node: Mapping[str, Any]) -> Iterator[CheckResult]:
-    low = False
+def _limits(node: Mapping[str, Any], num_ranks: int) -> Iterator[CheckResult]:
+    low, files = False, max(_MIN_FILES, 2 * num_ranks)  # every rank of a group connects to the store of its rank 0
     for name, key, fewest, fix in (
-        ("open files", "max_files", _MIN_FILES, f"ulimit -Hn {_MIN_FILES} for the user, or in the container"),
+        ("open files", "max_files", files, f"ulimit -Hn {files} for the user, or in the container"),
         ("processes", "max_processes", _MIN_PROCESSES, f"ulimit -u {_MIN_PROCESSES}"),
         ("ports", "num_ports", _MIN_PORTS, "widen net.ipv4.ip_local_port_range"),
     ):
