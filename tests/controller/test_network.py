@@ -68,7 +68,7 @@ def test_a_node_alone_has_no_links_and_one_under_a_foreign_address_is_named(run_
 
 
 class Agent:
-    """Answers like an agent of a node, and notes whom it was told to reach. Nodes below `split` reach no others."""
+    """Answers like an agent of a node, and notes whom it tries to reach. Nodes below `split` reach no others."""
 
     def __init__(self, number: int, split: int, dialed: set[tuple[int, int]]) -> None:
         self.number, self._split, self._dialed = number, split, dialed
