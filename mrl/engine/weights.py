@@ -141,9 +141,12 @@ def copies_of(*, expert: bool) -> dist.ProcessGroup:
 
     The first of them reads. Otherwise the bytes from the shared file system would grow with the copies.
     """
-    if expert:
-        return parallel_state.get_expert_data_parallel_group()
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_data_parallel_group()
+        if expert
+        else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    return group
 
 
 def _refuse_not_finite(shard: Shard, parameter: Tensor, reader: HfReader) -> None:
