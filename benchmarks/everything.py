@@ -66,6 +66,7 @@ ENTRIES = (
     Entry("startup", 180),
     Entry("step_overhead", 300, ("--only", "demo")),
     Entry("end_to_end", 420, ("--only", "tiny", "--repeats", "2")),
+    Entry("scale", 180),
     Entry("plan", 30, simulated=True),
     Entry("asynchrony_plan", 90, simulated=True),
 )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import mrl.engine.with_megatron  # noqa: F401
+
+# isort: split
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from mrl.dtypes import torch_dtype
@@ -97,7 +102,7 @@ def zero_score_head(chunks: Sequence[TokenModel]) -> None:
 
 @torch.no_grad()
 def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: Head, groups: ParallelGroups) -> None:
-    """Fill every parameter of this rank from the files. Only the rank's parts are read.
+    """Fill every parameter of this rank. Only its parts of the files are read, and one of all ranks with a copy reads.
 
     Parameters also get marks that Megatron does not set here. `tensor_model_parallel`: Megatron sets it only when
     it draws random weights; without it the gradient norm counts only the first part of a split tensor, and no bias of
@@ -119,12 +124,29 @@ def load(chunks: Sequence[TokenModel], reader: HfReader, spec: ModelSpec, head: 
         if shard.name == SCORE and SCORE not in reader:
             parameter.zero_()  # `HfReader.check` made sure that a new head is expected
         else:
-            parameter.copy_(load_shard(reader, shard, dtype))
+            copies = copies_of(expert=shard.expert)
+            if copies.rank() == 0:
+                parameter.copy_(load_shard(reader, shard, dtype))
+            if copies.size() > 1:
+                dist.broadcast(parameter, group=copies, group_src=0)
             sums.append((shard, parameter, parameter.sum(dtype=torch.float32)))
     # One synchronization for all of them. A sum is finite if its numbers are, except for huge ones.
     if sums and not torch.stack([total for *_, total in sums]).isfinite().all():
         for shard, parameter, _ in sums:
             _refuse_not_finite(shard, parameter, reader)
+
+
+def copies_of(*, expert: bool) -> dist.ProcessGroup:
+    """Return the ranks that hold the same experts as this one, or the same other weights.
+
+    The first of them reads. Otherwise the bytes from the shared file system would grow with the copies.
+    """
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_data_parallel_group()
+        if expert
+        else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    return group
 
 
 def _refuse_not_finite(shard: Shard, parameter: Tensor, reader: HfReader) -> None:

@@ -30,7 +30,8 @@ from mrl.config.schema import ClusterConfig, Config
 from mrl.errors import EXIT_STOPPED, MrlError, SetupError, TooFewDevices
 from mrl.plan.search import fits_on
 
-_POLL_S = 0.5
+_MAX_OPENS_PER_S = 250
+"""Files that all nodes together open per second, while they wait for the first one, on the shared file system."""
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT")
 _AWAIT = "await-nodes"  # first argument of the process that waits for the other nodes
 
@@ -114,18 +115,24 @@ def _first(attempt: Path, arguments: argparse.Namespace) -> int:
 def _other(attempt: Path, arguments: argparse.Namespace) -> int:
     name, limit_s = os.environ["SLURMD_NODENAME"], arguments.join_limit_s
     host, deadline = own_address(arguments.interface, name), time.monotonic() + limit_s
+    wait_s = poll_interval(len(read(attempt / "nodes").split()))
     while not (address := read(attempt / "address")):
         if is_there(attempt / "exit_code"):
             return 1
         if time.monotonic() > deadline:
             raise SetupError(f"Ray did not start on the first node within {limit_s:g} s")
-        time.sleep(_POLL_S)
+        time.sleep(wait_s)
     cluster = load_any_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
     with ray_node(host, name, [f"--address={address}", *device_options(cluster, arguments.cpus)]) as node:
         while not is_there(attempt / "exit_code"):
             node.check()
-            time.sleep(_POLL_S)
+            time.sleep(wait_s)
     return 0
+
+
+def poll_interval(num_nodes: int) -> float:
+    """Return the seconds between two looks of a node at the directory of the attempt."""
+    return max(_POLL_S, num_nodes / _MAX_OPENS_PER_S)
 
 
 def _await_nodes(argv: Sequence[str]) -> int:

@@ -154,7 +154,7 @@ def _check_node(config: AnyConfig, node: Mapping[str, Any], expected: Mapping[st
     yield _shared_memory(config, node["shm_free_bytes"])
     if config.cluster.device == "cpu":
         yield check_machine(config, node["usable_memory_bytes"], node["taken_memory_bytes"])
-    yield from _limits(node)
+    yield from _limits(node, max(config.placement.pools.values()))
     for variable, interface in node["missing_interfaces"].items():
         what = f"{variable}={interface}, but this network interface does not exist"
         yield fail("network", what, f"unset {variable}, or set an interface from `ip link`")
@@ -174,10 +174,10 @@ def _shared_memory(config: AnyConfig, free: int) -> CheckResult:
     return ok("shared memory", what)
 
 
-def _limits(node: Mapping[str, Any]) -> Iterator[CheckResult]:
-    low = False
+def _limits(node: Mapping[str, Any], num_ranks: int) -> Iterator[CheckResult]:
+    low, files = False, max(_MIN_FILES, 2 * num_ranks)  # every rank of a group connects to the store of its rank 0
     for name, key, fewest, fix in (
-        ("open files", "max_files", _MIN_FILES, f"ulimit -Hn {_MIN_FILES} for the user, or in the container"),
+        ("open files", "max_files", files, f"ulimit -Hn {files} for the user, or in the container"),
         ("processes", "max_processes", _MIN_PROCESSES, f"ulimit -u {_MIN_PROCESSES}"),
         ("ports", "num_ports", _MIN_PORTS, "widen net.ipv4.ip_local_port_range"),
     ):
@@ -218,7 +218,15 @@ def check_machines(config: AnyConfig) -> Iterator[CheckResult]:
         return
     # These load Ray and torch, so import them only here.
     from mrl.controller import ray_cluster
-    from mrl.controller.nodes import LINK_FIX, broken_links, free_devices, linked_nodes, offered_nodes, run_on_nodes
+    from mrl.controller.nodes import (
+        LINK_FIX,
+        broken_links,
+        free_devices,
+        link_distances,
+        linked_nodes,
+        offered_nodes,
+        run_on_nodes,
+    )
     from mrl.preflight.data import found_models, node_models
 
     with canary_file(config) as canary:
@@ -237,7 +245,9 @@ def check_machines(config: AnyConfig) -> Iterator[CheckResult]:
         yield from check_nodes(config, facts, node_facts(canary, with_gpus=False)["versions"])
         yield from (fail("network", line, LINK_FIX) for line in broken)
         if not broken:
-            yield ok("network", f"each of {len(usable)} nodes reaches every other node by TCP")
+            num_tried = len(link_distances(len(usable)))
+            others = "every other node" if num_tried == len(usable) - 1 else f"{num_tried} others, near and far,"
+            yield ok("network", f"each of {len(usable)} nodes reaches {others} by TCP")
 
 
 def check_slurm(config: AnyConfig) -> Iterator[CheckResult]:

@@ -492,6 +492,15 @@ def test_the_node_that_is_unlike_the_others_is_named(changes: dict[str, Any], ve
     assert bad[0].what.startswith(message)
 
 
+def test_each_of_thousands_of_ranks_is_an_open_file_of_the_first() -> None:
+    sizes = ("cluster.nodes=2048", "placement.pools.all=16384", "batch.prompts_per_step=16384")
+    large = load_config(str(ROOT / "configs" / "grpo-deepseek-v3-128n8g.yaml"), sizes).config
+    findings = check_nodes(large, [facts(max_files=20000)], {"mrl": "1"})
+    (low,) = [finding for finding in findings if finding.about == "limits"]
+    assert low.what == "n1: at most 20000 open files; a full node needs 32768"
+    assert low.fix.startswith("ulimit -Hn 32768")
+
+
 def test_gpus_are_counted_where_they_are_wanted() -> None:
     config = load_config(str(ROOT / "configs" / "ppo-llama3.1-70b-8n8g.yaml"), ()).config
     gpus = [["H100", "580.1"]] * 8

@@ -9,8 +9,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mrl.controller import RayWorkerGroup, Rendezvous, RunContext
+from mrl.controller import nodes as nodes_module
 from mrl.controller.network import Endpoint, failures, interfaces, listen, listen_everywhere, network
-from mrl.controller.nodes import LinkedNode, broken_links, linked_nodes, offered_nodes
+from mrl.controller.nodes import ALL_PAIRS, LinkedNode, broken_links, linked_nodes, offered_nodes
 from mrl.errors import PlacementError
 from mrl.events import NetworkChosen, read_events
 
@@ -64,6 +65,39 @@ def test_a_node_alone_has_no_links_and_one_under_a_foreign_address_is_named(run_
         foreign: list[Any] = [node, LinkedNode("n9", "203.0.113.7", node.agent)]
         with pytest.raises(PlacementError, match=r"Ray knows node n9 as 203\.0\.113\.7, but none of its interfaces"):
             broken_links(foreign, 60)
+
+
+class Agent:
+    """Answers like an agent of a node, and notes whom it tries to reach. Nodes below `split` reach no others."""
+
+    def __init__(self, number: int, split: int, dialed: set[tuple[int, int]]) -> None:
+        self.number, self._split, self._dialed = number, split, dialed
+        self.listen = self.failures = self.stop_listening = self
+
+    def remote(self, *question: Any) -> Any:
+        if not question:
+            return None
+        if isinstance(question[0], str):
+            return [Endpoint(question[0], self.number, "eth0")]
+        ports = [end.port for end in question[0]]
+        self._dialed |= {(self.number, port) for port in ports}
+        return ["No route to host" * (self.number < self._split <= port) for port in ports]
+
+
+@pytest.mark.parametrize(("num_nodes", "num_links"), [(4, 12), (ALL_PAIRS, 4032), (65, 65 * 7), (2048, 2048 * 11)])
+def test_links_that_are_tested_grow_with_the_nodes_and_show_a_network_in_two_parts(
+    num_nodes: int, num_links: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes_module, "node_answers", lambda answers, *_, **__: answers)
+    for split in (0, 1, num_nodes // 3, num_nodes - 1):
+        dialed: set[tuple[int, int]] = set()
+        agents = [Agent(number, split, dialed) for number in range(num_nodes)]
+        nodes = [
+            LinkedNode(f"n{number}", f"10.0.{number >> 8}.{number & 255}", agent) for number, agent in enumerate(agents)
+        ]
+        assert bool(broken_links(nodes, 60)) == (split > 0)
+        assert len(dialed) == num_links
+        assert {number for number, _ in dialed} == {port for _, port in dialed} == {*range(num_nodes)}
 
 
 def test_a_port_that_is_handed_over_waits_for_the_store_of_a_child_process() -> None:

@@ -333,6 +333,13 @@ def presets() -> str:
     return table(("preset", "model", "GPUs", "actor", "engines"), rows())
 
 
+def growth() -> str:
+    """List what grows with the ranks, from the results of its benchmark."""
+    report = json.loads((ROOT / "benchmarks/results/scale.json").read_text(encoding="utf-8"))
+    columns = ("quantity", "64", "1,024", "4,096", "16,384", "by", "cost")
+    return table(columns, ([shown(row[column]) for column in columns] for row in report["rows"]))
+
+
 # --- docs/models.md ---------------------------------------------------------------------------------------------
 
 
@@ -584,6 +591,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         layers,
         budgets,
         presets,
+        growth,
         models,
         demo,
         figures,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,20 @@ def test_files_of_an_attempt(attempt: Path) -> None:
     assert read(attempt / "nodes") == "a\nb"
     assert is_there(attempt / "nodes")
     assert os.listdir(attempt) == ["nodes"]
+
+
+@pytest.mark.parametrize(("num_nodes", "wait_s"), [(8, 0.2), (512, 2.048), (2048, 8.192)])
+def test_thousands_of_nodes_ask_the_file_server_no_more_often_than_hundreds(
+    num_nodes: int, wait_s: float, attempt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def end_after_a_look(seconds: float) -> None:
+        waits.append(seconds)
+        files.write_text(attempt / "exit_code", "1")
+
+    files.write_text(attempt / "nodes", "\n".join(f"node{number}" for number in range(num_nodes)))
+    monkeypatch.setattr(time, "sleep", end_after_a_look)
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    assert node._other(attempt, Namespace(join_limit_s=60.0, interface="lo")) == 1
+    assert waits == [wait_s]
