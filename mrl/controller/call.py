@@ -87,12 +87,12 @@ class Call:
                 raise self._explain([]) from None
 
     def _in_rank_order(self, replies: list[Any], limit_s: float) -> list[Any]:
-        """Return the answers of all ranks. Fetch those that have stayed on their nodes."""
+        """Return the answers of all ranks. Fetch the answers that have stayed on their nodes."""
         if not self._nodes:
             return replies
         direct = len(self._references)
         answers = dict(zip(self._references, replies[:direct], strict=True))
-        staying = {}
+        staying: dict[int, ObjectRef] = {}
         for node, outcomes in zip(self._nodes, replies[direct:], strict=True):
             for rank, (kind, answer, stored) in zip(node.ranks, outcomes, strict=True):
                 (staying if kind == STAYS else answers)[rank] = answer

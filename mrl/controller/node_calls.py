@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 ANSWERED, STAYS, RAISED, DIED = "answered", "stays", "raised", "died"
 Outcome: TypeAlias = list[Any]
 """Result of a call on one rank.
@@ -78,19 +79,25 @@ class _Group:
     """Calls under way, and calls that failed, by number."""
 
 
+def _among_calls(method: Method) -> Method:
+    """Let a method of the agent run in the event loop for calls."""
+    marked: Method = ray.method(concurrency_group=CONCURRENCY_GROUP)(method)
+    return marked
+
+
 class NodeCalls:
     """Calls the ranks of a node for the driver."""
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
 
-    @ray.method(concurrency_group=CONCURRENCY_GROUP)
+    @_among_calls
     async def adopt(self, group: str, ranks: Sequence[NodeRank]) -> bool:
         """Take over the calls of a worker group on this node."""
         self._groups[group] = _Group(ranks)
         return True
 
-    @ray.method(concurrency_group=CONCURRENCY_GROUP)
+    @_among_calls
     async def call_ranks(self, group: str, number: int, message: NodeMessage) -> list[Outcome]:
         """Call all ranks of a group, in the order of the calls' numbers: Ray may change the order of messages.
 
@@ -109,7 +116,7 @@ class NodeCalls:
         del ours.calls[number]
         return [task.result() for task in tasks]
 
-    @ray.method(concurrency_group=CONCURRENCY_GROUP)
+    @_among_calls
     async def outcomes(self, group: str, number: int, wait_s: float) -> list[Outcome | None]:
         """Return the outcomes of a call when all are known or the time is over. None stands for an unknown outcome."""
         ours = self._groups[group]

@@ -43,6 +43,16 @@ def test_a_process_counts_as_stopped_that_was_so_at_two_looks_in_a_row(monkeypat
     assert [asked._look(looks) for _ in range(4)] == [[], [], [], [0]]
 
 
+def test_a_stopped_process_that_has_answered_its_agent_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver only knows that a part of the node has not answered."""
+    processes: Any = SimpleNamespace(poll_states=lambda ranks: dict.fromkeys(ranks, ProcessView("T")))
+    monkeypatch.setattr(Call, "_unanswered", lambda _: [1, 2])
+    monkeypatch.setattr(call, "outcomes_of", lambda nodes, *_: {1: [ANSWERED, None, None], 2: None})
+    nodes: Any = [SimpleNamespace(ranks=[1, 2])]
+    asked, looks = Call(processes, "update", {}, deadline_s=30.0, nodes=nodes), dict[int, int]()
+    assert [asked._look(looks) for _ in range(2)] == [[], [2]]
+
+
 def test_who_raised_and_is_gone_has_died_of_what_its_neighbor_may_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
     raised = {rank: RankFailure(rank, "raised", "connection reset", at=float(rank)) for rank in range(2)}
     views = {0: ProcessView("S"), 1: ProcessView(None)}
@@ -55,7 +65,7 @@ def test_who_raised_and_is_gone_has_died_of_what_its_neighbor_may_have_met(monke
 
 
 def test_faults_of_ranks_that_are_called_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agents tell most. For a node whose agent has ended, the call of the agent does."""
+    """Outcomes come from the agents. If an agent has ended, all its ranks count as dead."""
     outcomes: dict[int, Any] = {0: [ANSWERED, None, None], 1: [RAISED, "row 7 is bad", 1.0, "its trace"], 2: None}
     nodes: Any = [
         SimpleNamespace(ranks=[0, 1, 2], reference="rank 1 has failed"),
