@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.controller_workers import StandIn
+from benchmarks.controller_workers import IdleWorker, StandIn
 from benchmarks.harness import Benchmark, parser
 from mrl.config.mesh import Mesh
 from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
@@ -40,6 +40,8 @@ from mrl.controller.nodes import start_agent
 from mrl.controller.processes import NodeView
 from mrl.controller.resource_pool import Device
 from mrl.controller.transport import store
+from mrl.controller.worker import MethodSpec, registered_methods
+from mrl.controller.worker_host import ProcessInfo
 from mrl.events import EventLog
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
@@ -47,6 +49,8 @@ from mrl.protocol.columns import jagged
 import ray  # isort: skip - after mrl.controller, which settles how Ray authenticates
 
 SIZES = (64, 1024, 4096)
+MAX_REPEATED = 1024
+"""Number of ranks above which a step is made once: it takes a minute."""
 RANKS_PER_NODE, RANKS_PER_SHARD = 8, 32
 NUM_PROCESSES, NUM_AGENTS = 4, 4
 ROWS_PER_SHARD, TOKENS_PER_ROW = 8, 512
@@ -73,6 +77,9 @@ class StandInGroup(RayWorkerGroup):
 
     def _node(self, rank: int) -> NodeView:
         return self._nodes[rank // RANKS_PER_NODE]
+
+    def _start(self, worker: RayClassWithInitArgs, hellos: list[ProcessInfo]) -> dict[str, MethodSpec]:
+        return registered_methods(IdleWorker)
 
 
 @dataclass(frozen=True)
@@ -114,17 +121,19 @@ def measure(bench: Benchmark, context: RunContext, world_size: int, repeats: int
         for number in range(world_size // RANKS_PER_NODE)
     ]
     ranks = [ray.remote(StandIn).options(num_cpus=0).remote() for _ in range(NUM_PROCESSES)]
+    ray.get([rank.become.remote(world_size) for rank in ranks])
     groups = {
         name: StandInGroup(ranks, nodes, world_size, replace(context, many_ranks=many_ranks), name)
         for name, many_ranks in (("one_by_one", ALL_DIRECT), ("by_node", MANY))
     }
     batch = batch_of(world_size // RANKS_PER_SHARD)
     costs: dict[str, list[Cost]] = {name: [] for name in groups}
-    for repeat in range(repeats + 1):
+    for group in groups.values():
+        group.nothing()
+        group.write(batch)
+    for _ in range(repeats if world_size <= MAX_REPEATED else 1):
         for name, group in groups.items():
-            cost = step(group, batch)
-            if repeat:  # the first step warms up
-                costs[name].append(cost)
+            costs[name].append(step(group, batch))
     cells = {
         f"{name}_{what}": median(getattr(cost, what) for cost in costs[name])
         for name in groups

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from mrl.config.mesh import Mesh
 from mrl.controller import Dispatch, RankInfo, Rendezvous, Worker, register
-from mrl.controller.worker import MethodSpec, registered_methods
-from mrl.controller.worker_host import WorkerHost, WorkerSpec
+from mrl.controller.worker import registered_methods
+from mrl.controller.worker_host import WorkerHost
 from mrl.protocol import DataProto
 
 
@@ -40,10 +41,8 @@ class BareWorker:
 class StandIn(WorkerHost):
     """A process that stands for many ranks: it answers each of their calls."""
 
-    def start(self, order: WorkerSpec) -> dict[str, MethodSpec]:
+    def become(self, world_size: int) -> None:
         """Create one worker for all ranks."""
-        if self._worker is None:
-            self._methods = registered_methods(IdleWorker)
-            rendezvous = Rendezvous(order.address, order.port, order.mesh.world_size, None)
-            self._worker = IdleWorker(RankInfo(order.role, order.rank, order.local_rank, order.mesh, rendezvous))
-        return self._methods
+        self._methods = registered_methods(IdleWorker)
+        rendezvous = Rendezvous("", 0, world_size, None)
+        self._worker = IdleWorker(RankInfo("stand-in", 0, 0, Mesh(world_size), rendezvous))
