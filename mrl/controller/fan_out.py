@@ -35,15 +35,16 @@ class FanOut:
 
     def __init__(self, role: str, ranks: Mapping[int, NodeRank], nodes: Sequence[NodeView], limit_s: float) -> None:
         """`nodes` are the nodes of all ranks of the group."""
-        self._group = f"{role}-{uuid.uuid4().hex}"
+        group = f"{role}-{uuid.uuid4().hex}"
         self._number = 0
         by_node: dict[str, list[int]] = defaultdict(list)
         for rank in ranks:
             by_node[nodes[rank].node_id].append(rank)
-        self._nodes = [(nodes[members[0]], members) for members in by_node.values()]
-        self._shards = [{ranks[rank].shard for rank in members} for _, members in self._nodes]
+        # The name has the node, because benchmarks let one agent stand for several nodes.
+        self._nodes = [(nodes[members[0]], f"{group}-{node_id}", members) for node_id, members in by_node.items()]
+        self._shards = [{ranks[rank].shard for rank in members} for _, _, members in self._nodes]
         adopted = [
-            node.agent.adopt.remote(self._group, [ranks[rank] for rank in members]) for node, members in self._nodes
+            node.agent.adopt.remote(group, [ranks[rank] for rank in members]) for node, group, members in self._nodes
         ]
         try:
             ray.get(adopted, timeout=limit_s)
@@ -63,11 +64,11 @@ class FanOut:
         arguments = _portable([list(args), dict(kwargs)])
         portable = None if plans is None else [[_portable(plan), objects] for plan, objects in plans]
         number, calls = self._number, []
-        for (node, members), shards in zip(self._nodes, self._shards, strict=True):
+        for (node, group, members), shards in zip(self._nodes, self._shards, strict=True):
             local = None if portable is None else {shard: portable[shard] for shard in shards}
             message = NodeMessage(method, arguments, local, writes)
-            reference = node.agent.call_ranks.remote(self._group, number, message)
-            calls.append(NodeCall(node, members, self._group, number, reference))
+            reference = node.agent.call_ranks.remote(group, number, message)
+            calls.append(NodeCall(node, members, group, number, reference))
         self._number += 1
         return calls
 

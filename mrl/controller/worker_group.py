@@ -44,7 +44,7 @@ class RunContext:
     resources: ResourcePoolManager
     traced: TracedProcesses = field(default_factory=TracedProcesses)
     many_ranks: int = _MANY_RANKS
-    """Number of ranks from which a group is called through the agents of its nodes. Below, direct calls are faster."""
+    """Number of ranks from which a group is called through the agents of its nodes."""
 
 
 class RayClassWithInitArgs:
