@@ -1,7 +1,8 @@
 """Overhead of the controller: driver time and calls per step for phases that do nothing.
 
 A step has six phases, three without data and three that read a stored column. A bare Ray loop alternates with it in the
-same run: it makes the same calls on plain actors, without checks, deadlines or reports.
+same run: it makes the same calls on plain actors, without checks, deadlines or reports. With the most workers, a third
+candidate makes the calls through the node's agent, as groups of many ranks do (`benchmarks/controller_scale.py`).
 
     python benchmarks/controller.py
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +54,19 @@ def batch_of(num_workers: int) -> DataProto:
 
 def measure(bench: Benchmark, context: RunContext, num_workers: int, repeats: int) -> None:
     """Compare mrl's step with the bare one, for one number of workers."""
-    group = RayWorkerGroup(
-        "actor", RayClassWithInitArgs("benchmarks.controller_workers:IdleWorker"), Mesh(num_workers), context
-    )
+    many_ranks = {"mrl": num_workers + 1} | ({"by node": 2} if num_workers == max(SIZES) else {})
+    slots = replace(context.resources.device_slots("actor"), fraction=1 / len(many_ranks))
+    worker = RayClassWithInitArgs("benchmarks.controller_workers:IdleWorker")
+    groups = {
+        name: RayWorkerGroup("actor", worker, Mesh(num_workers), replace(context, many_ranks=many), slots)
+        for name, many in many_ranks.items()
+    }
     bare: list[Any] = [ray.remote(BareWorker).options(num_cpus=0).remote() for _ in range(num_workers)]
     ray.get([worker.nothing.remote() for worker in bare])
     batch = batch_of(num_workers)
     objects = [shard.stored["responses"].parts[0] for shard in batch.chunk(num_workers)]
 
-    def our_steps() -> None:
+    def our_steps(group: RayWorkerGroup) -> None:
         for _ in range(3 * STEPS_PER_REPEAT):
             group.nothing()
             group.read(batch)
@@ -69,7 +76,8 @@ def measure(bench: Benchmark, context: RunContext, num_workers: int, repeats: in
             ray.get([worker.nothing.remote() for worker in bare])
             ray.get([worker.read.remote(part) for worker, part in zip(bare, objects, strict=True)])
 
-    times = interleave({"mrl": our_steps, "bare": bare_steps}, repeats=repeats)
+    ours = {name: partial(our_steps, group) for name, group in groups.items()}
+    times = interleave(ours | {"bare": bare_steps}, repeats=repeats)
     ours_ms, bare_ms = (1e3 * times[name].median_s / STEPS_PER_REPEAT for name in ("mrl", "bare"))
     bench.row(
         workers=num_workers,
@@ -79,11 +87,13 @@ def measure(bench: Benchmark, context: RunContext, num_workers: int, repeats: in
         mrl_spread_ms=1e3 * times["mrl"].spread_s / STEPS_PER_REPEAT,
         bare_spread_ms=1e3 * times["bare"].spread_s / STEPS_PER_REPEAT,
         ratio=ours_ms / bare_ms,
+        **({"by_node_ms_per_step": 1e3 * times["by node"].median_s / STEPS_PER_REPEAT} if "by node" in ours else {}),
     )
     bench.goal(f"{num_workers} workers: driver time over the bare loop", ours_ms / bare_ms, at_most=1.5)
-    group.shutdown()
-    for worker in bare:
-        ray.kill(worker)
+    for group in groups.values():
+        group.shutdown()
+    for process in bare:
+        ray.kill(process)
 
 
 def main() -> int:

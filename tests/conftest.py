@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,10 +88,10 @@ def run_context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunContext
 MakeGroup = Callable[..., "RayWorkerGroup"]
 
 
-@pytest.fixture(scope="session")
-def rank_workers(run_context: RunContext) -> Iterator[RayWorkerGroup]:
-    """Four healthy workers, tp 2 x dp 2, for tests that do not break them."""
-    group = make_rank_workers(run_context, "actor", greeting="hello")
+@pytest.fixture(scope="session", params=[False, True], ids=["direct", "by node"])
+def rank_workers(run_context: RunContext, request: pytest.FixtureRequest) -> Iterator[RayWorkerGroup]:
+    """Four healthy workers, tp 2 x dp 2, for tests that do not break them. They are called one by one, or by node."""
+    group = make_rank_workers(by_node(run_context) if request.param else run_context, "actor", greeting="hello")
     yield group
     group.shutdown()
 
@@ -100,13 +101,18 @@ def doomed_workers(run_context: RunContext) -> Iterator[MakeGroup]:
     """Function that makes groups of four workers that a test may break."""
     groups: list[RayWorkerGroup] = []
 
-    def make(**kwargs: object) -> RayWorkerGroup:
-        groups.append(make_rank_workers(run_context, "critic", **kwargs))
+    def make(in_nodes: bool = False, **kwargs: object) -> RayWorkerGroup:
+        groups.append(make_rank_workers(by_node(run_context) if in_nodes else run_context, "critic", **kwargs))
         return groups[-1]
 
     yield make
     for group in groups:
         group.shutdown()
+
+
+def by_node(context: RunContext) -> RunContext:
+    """Return the context for groups that are called through the agents of their nodes, as groups of many ranks are."""
+    return replace(context, many_ranks=2)
 
 
 def make_rank_workers(context: RunContext, role: str, **kwargs: object) -> RayWorkerGroup:

@@ -39,6 +39,7 @@ class RankWorker(Worker):
     def __init__(self, place: RankInfo, greeting: str = "hello", fail_on_rank: int = -1) -> None:
         super().__init__(place)
         self.greeting = greeting
+        self.notes: list[int] = []
         if fail_on_rank == self.rank:
             raise ValueError("this rank cannot start")
 
@@ -65,6 +66,18 @@ class RankWorker(Worker):
     @register(Dispatch.ONE_TO_ALL)
     def nothing(self) -> None:
         return None
+
+    @register(Dispatch.ONE_TO_ALL)
+    def note(self, number: int) -> None:
+        self.notes.append(number)
+
+    @register(Dispatch.RANK_ZERO)
+    def note_alone(self, number: int) -> None:
+        self.notes.append(number)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def noted(self) -> list[int]:
+        return self.notes
 
     @register(Dispatch.ONE_TO_ALL)
     def join(self) -> float:

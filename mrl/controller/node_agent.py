@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from mrl.children import children_of
 from mrl.controller.diagnosis import NodeMemory, kernel_view, native_frames
 from mrl.controller.network import Endpoint, Network, failures, listen_everywhere, network
+from mrl.controller.node_calls import NodeCalls
 from mrl.controller.worker_log import STACK_SIGNAL, stack_path, tail
 from mrl.spans import clock_of_host
 
@@ -77,6 +79,28 @@ def _job_of(pid: int | str) -> bytes:
     return next((variable for variable in variables if variable.startswith(b"RAY_JOB_ID=")), b"")
 
 
+def _stack(process: ProcessId, log: str) -> str:
+    path = stack_path(Path(log))
+    if view(process).is_gone:
+        return "its process has ended"
+    if not path.is_file():
+        return "none: it has not opened its log yet"  # the signal would end it
+    before = path.stat().st_size
+    os.kill(process.pid, STACK_SIGNAL)
+    os.kill(process.pid, signal.SIGCONT)
+    deadline = time.monotonic() + _STACK_WAIT_S
+    size = before
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        size_now = path.stat().st_size
+        if size_now > before and size_now == size:
+            break
+        size = size_now
+    with path.open("rb") as file:
+        file.seek(before)
+        return file.read().decode("utf-8", "replace").strip() or "no answer, not even to a signal"
+
+
 class NodeLost(Exception):
     """Raised if the agent's node is no longer part of the cluster."""
 
@@ -87,10 +111,11 @@ class HostClock:
         return clock_of_host()
 
 
-class NodeAgent(HostClock):
-    """Inspects and ends processes. It does not know about roles or batches."""
+class NodeAgent(HostClock, NodeCalls):
+    """Inspects and ends processes, and passes on calls to many ranks. It does not know about roles or batches."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._raylet = os.getppid()
         self._listeners: list[socket.socket] = []
         self._heard = 0.0
@@ -151,30 +176,13 @@ class NodeAgent(HostClock):
             return [ProcessView(None)] * len(processes)
         return [view(process) for process in processes]
 
-    def stack(self, process: ProcessId, log: str) -> str:
-        """Return the Python stacks of a process. A stopped process is woken up to write them.
+    def stacks(self, processes: list[tuple[ProcessId, str]]) -> list[str]:
+        """Return the Python stacks of processes, each given with its log. Stopped processes are woken up to write them.
 
-        This is only used after a failed call, before the process is ended.
+        This is only used after a failed call, before the processes are ended.
         """
-        path = stack_path(Path(log))
-        if view(process).is_gone:
-            return "its process has ended"
-        if not path.is_file():
-            return "none: it has not opened its log yet"  # the signal would end it
-        before = path.stat().st_size
-        os.kill(process.pid, STACK_SIGNAL)
-        os.kill(process.pid, signal.SIGCONT)
-        deadline = time.monotonic() + _STACK_WAIT_S
-        size = before
-        while time.monotonic() < deadline:
-            time.sleep(0.05)
-            size_now = path.stat().st_size
-            if size_now > before and size_now == size:
-                break
-            size = size_now
-        with path.open("rb") as file:
-            file.seek(before)
-            return file.read().decode("utf-8", "replace").strip() or "no answer, not even to a signal"
+        with ThreadPoolExecutor(len(processes)) as threads:
+            return list(threads.map(_stack, *zip(*processes, strict=True)))
 
     def threads(self, process: ProcessId) -> tuple[str, str]:
         """Return the native frames of a process and the kernel's view of its threads; empty if it has ended."""

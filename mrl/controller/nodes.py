@@ -16,10 +16,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mrl.controller.network import Endpoint
 from mrl.controller.node_agent import NodeAgent
+from mrl.controller.node_calls import CONCURRENCY_GROUP
 from mrl.errors import PlacementError, TooFewDevices
 from mrl.registry import load_attribute
 
 _POLL_S = 0.5
+_MAX_CALLS = 1000
+"""Number of calls that an agent may have under way."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class LinkedNode:
 
 def start_agent(node_id: str) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy).remote()
+    options = {"num_cpus": 0, "scheduling_strategy": strategy, "concurrency_groups": {CONCURRENCY_GROUP: _MAX_CALLS}}
+    return ray.remote(**options)(NodeAgent).remote()
 
 
 @contextmanager

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 CRASH_LINES = 300
 """Number of log lines in which a crash's stacks begin: a process may have many threads."""
 _AGENT_S = 5.0
-"""Time limit for calls of a node's agent. Only native frames take longer."""
+"""Time limit for calls of a node's agent. Only stacks and native frames take longer."""
+_STACKS_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,18 @@ class RankProcesses:
             views.update(zip(node_ranks, states or [ProcessView(None)] * len(node_ranks), strict=True))
         return views
 
-    def stack(self, rank: int) -> str:
-        process, log = self.members[rank].process, str(self._log(rank))
-        return self._ask(rank, lambda agent: agent.stack.remote(process, log)) or "its node does not answer"
+    def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return the Python stacks of ranks. All nodes are asked at the same time."""
+        logs = {self.members[rank].process: str(self._log(rank)) for rank in ranks}
+        answers = self._ask_nodes(
+            ranks,
+            lambda agent, processes: agent.stacks.remote([(process, logs[process]) for process in processes]),
+            _STACKS_S,
+        )
+        stacks: dict[int, str] = {}
+        for node_ranks, texts in answers:
+            stacks.update(zip(node_ranks, texts or ["its node does not answer"] * len(node_ranks), strict=True))
+        return stacks
 
     def threads(self, rank: int) -> tuple[str, str]:
         """Return the native frames of a rank's process and the kernel's view of its threads; empty if unavailable."""
@@ -137,14 +147,16 @@ class RankProcesses:
             groups[self.members[rank].node.node_id].append(rank)
         return list(groups.values())
 
-    def _ask_nodes(self, ranks: Sequence[int], question: Callable[..., Any]) -> list[tuple[list[int], Any]]:
+    def _ask_nodes(
+        self, ranks: Sequence[int], question: Callable[..., Any], limit_s: float = _AGENT_S
+    ) -> list[tuple[list[int], Any]]:
         """Ask the agents of all nodes of these ranks at the same time. Return each node's ranks and its answer."""
         by_node = self._by_node(ranks)
         questions = []
         for node_ranks in by_node:
             processes = [self.members[rank].process for rank in node_ranks]
             questions.append((self.members[node_ranks[0]].node, partial(question, processes=processes)))
-        return list(zip(by_node, ask_all(questions), strict=True))
+        return list(zip(by_node, ask_all(questions, limit_s), strict=True))
 
     def _ask(self, rank: int, question: Callable[..., Any], limit_s: float = _AGENT_S) -> Any:
         return ask(self.members[rank].node, question, limit_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,6 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from mrl.config.mesh import Mesh
 from mrl.config.schema import DeadlinesConfig
 from mrl.controller.call import Call
+from mrl.controller.fan_out import FanOut, NodeCall
+from mrl.controller.node_calls import NodeRank
 from mrl.controller.processes import NodeView, RankProcess, RankProcesses, collect_handshakes
 from mrl.controller.resource_pool import Device, DeviceSlots, ResourcePoolManager
 from mrl.controller.traced import TracedProcesses
@@ -29,8 +31,7 @@ from mrl.protocol import DataProto
 from mrl.spans import SPANS
 
 Result = TypeVar("Result")
-_MANY_RANKS = 16
-_LARGE_BYTES = 16 * 1024
+_MANY_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class RunContext:
     deadlines: DeadlinesConfig
     resources: ResourcePoolManager
     traced: TracedProcesses = field(default_factory=TracedProcesses)
+    many_ranks: int = _MANY_RANKS
+    """Number of ranks from which a group is called through the agents of its nodes."""
 
 
 class RayClassWithInitArgs:
@@ -122,6 +125,10 @@ class RayWorkerGroup:
         )
         self._methods = self._start(worker, hellos)
         self._followers = self._follow()
+        self._called_directly, self._fan_out = range(mesh.world_size), self._make_fan_out(nodes)
+        if self._fan_out is not None:
+            # All calls of rank 0 alone are direct, so that they keep their order among its other calls.
+            self._called_directly = range(1)
         context.traced.add(self._processes, list(self._followers))
         pids = [hello.process.pid for hello in hellos]
         context.events.write(WorkersStarted(role, mesh.world_size, pids, time.monotonic() - began))
@@ -161,15 +168,9 @@ class RayWorkerGroup:
             return self._future(
                 spec, {0: self._actors[0].call.remote(spec.name, *args, **kwargs)}, lambda answers: answers[0]
             )
-        args = tuple(map(self._stored_once, args))
-        calls = {rank: actor.call.remote(spec.name, *args, **kwargs) for rank, actor in enumerate(self._actors)}
-        return self._future(spec, calls, list)
-
-    def _stored_once(self, argument: Any) -> Any:
-        """Store a large argument of many ranks, so that it is not serialized for each of them."""
-        if self.world_size < _MANY_RANKS or len(ray.cloudpickle.dumps(argument)) < _LARGE_BYTES:
-            return argument
-        return ray.put(argument)
+        nodes = [] if self._fan_out is None else self._fan_out.call(spec.name, args, kwargs)
+        calls = {rank: self._actors[rank].call.remote(spec.name, *args, **kwargs) for rank in self._called_directly}
+        return self._future(spec, calls, list, nodes)
 
     def shutdown(self) -> None:
         self._processes.kill_all("shut down")
@@ -178,23 +179,29 @@ class RayWorkerGroup:
         shards = self._shards(spec, args)
         plans = [plan_shard(shard, list(shard.columns())) for shard in shards]
         answers: dict[int, ObjectRef] = {}
-        bundles: dict[int, ObjectRef] = {}
-        for rank, actor in enumerate(self._actors):
+        stored: dict[int, ObjectRef] = {}
+        for rank in self._called_directly:
+            actor, speaks = self._actors[rank], rank in self._speakers
             plan, objects = plans[self._shard_of_rank[rank]]
-            speaks = rank in self._speakers
             message = [spec.name, speaks, list(args[1:]), kwargs, plan]
             if speaks and spec.writes:
-                answers[rank], bundles[rank] = actor.call_on_shard.options(num_returns=2).remote(message, *objects)
+                answers[rank], stored[rank] = actor.call_on_shard.options(num_returns=2).remote(message, *objects)
             else:
                 answers[rank] = actor.call_on_shard.remote(message, *objects)
+        nodes = []
+        if self._fan_out is not None:
+            nodes = self._fan_out.call(spec.name, args[1:], kwargs, plans, writes=bool(spec.writes))
 
         def collect(answers: list[Any]) -> Any:
             if not spec.writes:
                 return [answers[rank] for rank in self._speakers]
             parts = zip(self._speakers, shards, strict=True)
-            return _join_shards([unpack_result(answers[rank], bundles[rank], shard.row_ids) for rank, shard in parts])
+            columns = call.stored
+            return _join_shards([unpack_result(answers[rank], columns[rank], shard.row_ids) for rank, shard in parts])
 
-        return self._future(spec, answers, collect)
+        call = self._call(spec, answers, nodes)
+        call.stored.update(stored)
+        return DataProtoFuture(call, collect)
 
     def _shards(self, spec: MethodSpec, args: tuple[Any, ...]) -> list[DataProto]:
         """Return one piece of the batch per data-parallel rank: cut evenly, or as the caller has cut it."""
@@ -222,10 +229,27 @@ class RayWorkerGroup:
         return batch.select(*spec.reads, *(name for name in spec.optional if name in present))
 
     def _future(
-        self, spec: MethodSpec, references: dict[int, ObjectRef], collect: Callable[[list[Any]], Any]
+        self,
+        spec: MethodSpec,
+        references: dict[int, ObjectRef],
+        collect: Callable[[list[Any]], Any],
+        nodes: Sequence[NodeCall] = (),
     ) -> DataProtoFuture[Any]:
+        return DataProtoFuture(self._call(spec, references, nodes), collect)
+
+    def _call(self, spec: MethodSpec, references: dict[int, ObjectRef], nodes: Sequence[NodeCall]) -> Call:
         limit_s = self._context.deadlines.call_s
-        return DataProtoFuture(Call(self._processes, spec.name, references, limit_s, self._followers), collect)
+        return Call(self._processes, spec.name, references, limit_s, self._followers, nodes)
+
+    def _make_fan_out(self, nodes: list[NodeView]) -> FanOut | None:
+        if self.world_size < self._context.many_ranks or self._followers:
+            return None
+        speakers = set(self._speakers)
+        ranks = {
+            rank: NodeRank(self._actors[rank], self._shard_of_rank[rank], rank in speakers)
+            for rank in range(1, self.world_size)
+        }
+        return FanOut(self.role, ranks, nodes, self._context.deadlines.start_s)
 
     def _follow(self) -> dict[int, ObjectRef]:
         """Start the method of followers on all ranks except 0, if the worker has one."""

@@ -20,7 +20,8 @@ import ray
 from mrl.config.mesh import Mesh
 from mrl.controller.network import listen
 from mrl.controller.node_agent import ProcessId, own_process
-from mrl.controller.transport import ColumnStore, assemble_shard, pack_result
+from mrl.controller.node_calls import ANSWERED, RAISED, STAYS, is_small
+from mrl.controller.transport import ColumnStore, ShardPlan, assemble_shard, pack_result
 from mrl.controller.worker import MethodSpec, RankInfo, Rendezvous, Worker, registered_methods
 from mrl.controller.worker_log import log_path, redirect_output
 from mrl.errors import MrlError
@@ -155,6 +156,27 @@ class WorkerHost:
             return result
         except BaseException as error:
             raise _as_failure(error) from None
+
+    def call_for_node(
+        self, method: str, speaks: bool, arguments: Any, plan: ShardPlan | None, *objects: ColumnStore
+    ) -> tuple[Any, ...]:
+        """Run one method for the agent of this node. Return what the agent reads, the answer if it does not read it,
+        and the columns if this rank writes any.
+
+        Errors are values: the agent cannot load their class.
+        """
+        args, kwargs = arguments
+        stored = self._methods[method].writes and speaks and plan is not None
+        try:
+            if plan is None:
+                answer = self.call(method, *args, **kwargs)
+            else:
+                answer = self.call_on_shard([method, speaks, args, kwargs, plan], *objects)
+        except RankFailed as failure:
+            return [RAISED, failure.message, failure.at, failure.trace], *[None] * (2 if stored else 1)
+        answer, *columns = answer if stored else (answer,)
+        outcome = ([ANSWERED, answer], None) if is_small(answer) else ([STAYS], answer)
+        return *outcome, *columns
 
 
 def _as_failure(error: BaseException) -> RankFailed:

@@ -10,6 +10,7 @@ import pytest
 from mrl.controller import call
 from mrl.controller.call import Call, RankFailure
 from mrl.controller.node_agent import ProcessView
+from mrl.controller.node_calls import ANSWERED, RAISED
 from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 
 
@@ -42,6 +43,16 @@ def test_a_process_counts_as_stopped_that_was_so_at_two_looks_in_a_row(monkeypat
     assert [asked._look(looks) for _ in range(4)] == [[], [], [], [0]]
 
 
+def test_a_stopped_process_that_has_answered_its_agent_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver only knows that a part of the node has not answered."""
+    processes: Any = SimpleNamespace(poll_states=lambda ranks: dict.fromkeys(ranks, ProcessView("T")))
+    monkeypatch.setattr(Call, "_unanswered", lambda _: [1, 2])
+    monkeypatch.setattr(call, "outcomes_of", lambda nodes, *_: {1: [ANSWERED, None, None], 2: None})
+    nodes: Any = [SimpleNamespace(ranks=[1, 2])]
+    asked, looks = Call(processes, "update", {}, deadline_s=30.0, nodes=nodes), dict[int, int]()
+    assert [asked._look(looks) for _ in range(2)] == [[], [2]]
+
+
 def test_who_raised_and_is_gone_has_died_of_what_its_neighbor_may_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
     raised = {rank: RankFailure(rank, "raised", "connection reset", at=float(rank)) for rank in range(2)}
     views = {0: ProcessView("S"), 1: ProcessView(None)}
@@ -51,6 +62,33 @@ def test_who_raised_and_is_gone_has_died_of_what_its_neighbor_may_have_met(monke
     references: Any = dict.fromkeys(range(2))
     faults = Call(processes, "update", references, deadline_s=30.0)._faults()
     assert faults == [raised[0], RankFailure(1, "died", "its process has ended")]
+
+
+def test_faults_of_ranks_that_are_called_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outcomes come from the agents. If an agent has ended, all its ranks count as dead."""
+    outcomes: dict[int, Any] = {0: [ANSWERED, None, None], 1: [RAISED, "row 7 is bad", 1.0, "its trace"], 2: None}
+    nodes: Any = [
+        SimpleNamespace(ranks=[0, 1, 2], reference="rank 1 has failed"),
+        SimpleNamespace(ranks=[3, 4], reference="its agent has ended"),
+        SimpleNamespace(ranks=[5], reference="all have answered"),
+    ]
+    monkeypatch.setattr(call, "_ranks_have_failed", "rank 1 has failed".__eq__)
+    ends = {"its agent has ended": "died"}
+    monkeypatch.setattr(call, "_fault_of", lambda rank, reference: _fault(rank, ends.get(reference)))
+    monkeypatch.setattr(Call, "_unanswered", lambda _: [])
+    views = {rank: ProcessView("S") for rank in range(6)}
+    asked = Call(SimpleNamespace(poll_states=lambda _: views), "update", {}, 30.0, nodes=nodes)  # type: ignore[arg-type]
+    asked._outcomes = outcomes
+    assert [(fault.rank, fault.kind) for fault in asked._faults()] == [
+        (1, "raised"),
+        (2, "silent"),
+        (3, "died"),
+        (4, "died"),
+    ]
+
+
+def _fault(rank: int, kind: str | None) -> RankFailure | None:
+    return None if kind is None else RankFailure(rank, kind, "")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +133,7 @@ def test_a_call_of_rank_0_fails_with_the_ranks_that_follow_it(
         kill_all=lambda reason: killed.append(reason) or [0, 1],
         name=lambda rank: f"rank {rank}",
         node=lambda rank: "node",
-        stack=lambda rank: "",
+        stacks=lambda ranks: dict.fromkeys(ranks, ""),
         log_tail=lambda rank, num_lines: ("log", ""),
     )
     monkeypatch.setattr(call, "ray", SimpleNamespace(get=get, wait=wait))

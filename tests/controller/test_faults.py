@@ -11,6 +11,8 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,12 @@ from mrl.config.mesh import Mesh
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.controller.call import RankFailure, root_causes
 from mrl.controller.node_agent import read_process
+from mrl.controller.nodes import start_agent
 from mrl.errors import WorkerDied, WorkerError, WorkerRaised, WorkerSilent
 from mrl.events import Event, RanksReleased, WorkerFault, WorkersStarted, read_events
-from tests.conftest import MakeGroup, make_rank_workers
+from tests.conftest import MakeGroup, by_node, make_rank_workers
+
+import ray  # isort: skip - after mrl.controller, which settles how Ray authenticates
 
 
 def last(path: Path, kind: type[Event]) -> Event:
@@ -40,6 +45,9 @@ def assert_ended(context: RunContext, group: RayWorkerGroup, error: WorkerError)
     assert again.value is error
 
 
+IN_NODES = pytest.mark.parametrize("in_nodes", [False, True], ids=["direct", "by node"])
+
+
 def witness(context: RunContext) -> tuple[WorkerFault, RanksReleased]:
     fault, released = last(context.events.path, WorkerFault), last(context.events.path, RanksReleased)
     assert isinstance(fault, WorkerFault)
@@ -47,8 +55,11 @@ def witness(context: RunContext) -> tuple[WorkerFault, RanksReleased]:
     return fault, released
 
 
-def test_a_killed_worker_is_the_culprit_not_its_neighbours(run_context: RunContext, doomed_workers: MakeGroup) -> None:
-    group = doomed_workers()
+@IN_NODES
+def test_a_killed_worker_is_the_culprit_not_its_neighbours(
+    in_nodes: bool, run_context: RunContext, doomed_workers: MakeGroup
+) -> None:
+    group = doomed_workers(in_nodes)
     group.join()
     began = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
@@ -66,10 +77,11 @@ def test_a_killed_worker_is_the_culprit_not_its_neighbours(run_context: RunConte
     assert_ended(run_context, group, caught.value)
 
 
+@IN_NODES
 def test_one_that_raises_is_the_culprit_and_the_others_leave_the_collective(
-    run_context: RunContext, doomed_workers: MakeGroup
+    in_nodes: bool, run_context: RunContext, doomed_workers: MakeGroup
 ) -> None:
-    group = doomed_workers()
+    group = doomed_workers(in_nodes)
     group.join()
     began = time.monotonic()
     with pytest.raises(WorkerRaised) as caught:
@@ -87,8 +99,11 @@ def test_one_that_raises_is_the_culprit_and_the_others_leave_the_collective(
     assert_ended(run_context, group, caught.value)
 
 
-def test_a_stopped_worker_is_found_long_before_the_deadline(run_context: RunContext, doomed_workers: MakeGroup) -> None:
-    group = doomed_workers()
+@IN_NODES
+def test_a_stopped_worker_is_found_long_before_the_deadline(
+    in_nodes: bool, run_context: RunContext, doomed_workers: MakeGroup
+) -> None:
+    group = doomed_workers(in_nodes)
     group.join()
     began = time.monotonic()
     with pytest.raises(WorkerSilent) as caught:
@@ -127,21 +142,21 @@ def test_a_rank_that_follows_ends_its_group_when_it_dies(run_context: RunContext
 
 
 def test_one_that_hangs_is_told_from_those_that_wait_for_it(run_context: RunContext) -> None:
-    context = replace(run_context, deadlines=replace(run_context.deadlines, call_s=10))
+    context = by_node(replace(run_context, deadlines=replace(run_context.deadlines, call_s=10)))
     group = make_rank_workers(context, "critic")
     group.join()
     began = time.monotonic()
     with pytest.raises(WorkerSilent) as caught:
-        group.spin_on(0)
+        group.spin_on(2)
     took = time.monotonic() - began
     assert context.deadlines.call_s - 0.5 < took < context.deadlines.call_s + 5
     message = str(caught.value)
-    assert "critic rank 0 (tp0 dp0) on node " in message
+    assert "critic rank 2 (tp0 dp1) on node " in message
     assert "did not answer in spin_on" in message
     assert "in spin_for_ever" in message
-    assert caught.value.ranks == (0,)
+    assert caught.value.ranks == (2,)
     fault, _ = witness(run_context)
-    assert (fault.rank, fault.fault) == (0, "silent")
+    assert (fault.rank, fault.fault) == (2, "silent")
     assert_ended(run_context, group, caught.value)
 
 
@@ -165,7 +180,7 @@ def test_one_that_hangs_in_c_shows_where(holds_gil: bool, run_context: RunContex
 def test_an_error_that_every_rank_raises_leaves_the_workers_alive(doomed_workers: MakeGroup) -> None:
     from tests.controller.test_worker_group import prompts
 
-    group = doomed_workers()
+    group = doomed_workers(in_nodes=True)
     with pytest.raises(WorkerRaised, match="every rank says the same"):
         group.raise_everywhere()
     assert group.who() == 0
@@ -183,6 +198,25 @@ def test_where_one_raises_and_the_others_answer_the_group_ends(
     assert "the other ranks were ended: 0, 2, 3" in str(caught.value)
     _, released = witness(run_context)
     assert (released.role, released.ranks, released.reason) == ("critic", [0, 1, 2, 3], "rank 1 raised in raise_alone")
+    assert_ended(run_context, group, caught.value)
+
+
+def test_an_agent_that_dies_takes_the_ranks_of_its_node_along(run_context: RunContext) -> None:
+    resources = run_context.resources
+    home = resources.nodes[0]
+    agent = start_agent(home.node_id)
+    node = replace(home, agent=agent)
+    stand_in: Any = SimpleNamespace(node=lambda _: node, device_slots=resources.device_slots, numa_binding=False)
+    group = make_rank_workers(by_node(replace(run_context, resources=stand_in)), "critic")
+    group.join()
+    answer = group.spin_on.future(2)
+    began = time.monotonic()
+    ray.kill(agent)
+    with pytest.raises(WorkerDied) as caught:
+        answer.get()
+    assert time.monotonic() - began < 6
+    assert {1, 2, 3} <= set(caught.value.ranks), "rank 0 is called directly"
+    assert "its node does not answer: the whole node may be lost" in str(caught.value)
     assert_ended(run_context, group, caught.value)
 
 

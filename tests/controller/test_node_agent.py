@@ -120,8 +120,8 @@ def test_the_kernel_says_where_threads_are(sleeper: subprocess.Popen[bytes]) -> 
 def test_a_process_that_has_no_log_yet_is_not_ended_by_the_question(
     sleeper: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    answer = NodeAgent().stack(id_of(sleeper), str(log_path(tmp_path, 0)))
-    assert answer == "none: it has not opened its log yet"
+    answer = NodeAgent().stacks([(id_of(sleeper), str(log_path(tmp_path, 0)))])
+    assert answer == ["none: it has not opened its log yet"]
     assert sleeper.poll() is None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mrl.config.mesh import Mesh
-from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, worker_group
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, fan_out
 from mrl.controller.transport import fetch, store
 from mrl.errors import BatchError, PlacementError
 from mrl.protocol import DataProto
@@ -28,20 +28,17 @@ def test_a_large_argument_of_many_ranks_is_stored_once(
     rank_workers: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored: list[object] = []
-    put = worker_group.ray.put
+    put = fan_out.ray.put
 
     def count(argument: object) -> object:
         stored.append(argument)
         return put(argument)
 
-    monkeypatch.setattr(worker_group.ray, "put", count)
-    large = "x" * 20_000
-    rank_workers.greet(large)
-    assert not stored, "four ranks are few"
-    monkeypatch.setattr(worker_group, "_MANY_RANKS", 4)
+    monkeypatch.setattr(fan_out.ray, "put", count)
+    large = "x" * 70_000
     assert rank_workers.greet(large) == [f"hello {large} from {rank} of 4" for rank in range(4)]
     rank_workers.greet("you")
-    assert stored == [large]
+    assert stored == ([] if rank_workers._fan_out is None else [[[large], {}]])
 
 
 def test_rank_zero_alone_answers(rank_workers: RayWorkerGroup) -> None:
@@ -108,6 +105,17 @@ def test_a_future_does_not_wait(rank_workers: RayWorkerGroup) -> None:
     future = rank_workers.generate.future(prompts(), extra=3)
     assert rank_workers.greet.future("later").get()[3] == "hello later from 3 of 4"
     assert len(future.get()) == 6
+
+
+def test_calls_reach_a_rank_in_order_also_those_of_rank_0_alone(rank_workers: RayWorkerGroup) -> None:
+    futures = []
+    for number in range(8):
+        futures += [rank_workers.note.future(number), rank_workers.note_alone.future(-number)]
+    for future in reversed(futures):
+        future.get()
+    first, *others = rank_workers.noted()
+    assert first == [entry for number in range(8) for entry in (number, -number)]
+    assert others == [list(range(8))] * 3
 
 
 @pytest.mark.parametrize(

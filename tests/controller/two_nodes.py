@@ -15,6 +15,7 @@ from mrl.config.schema import ClusterConfig, DeadlinesConfig, PlacementConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager, RunContext, ray_cluster
 from mrl.errors import WorkerError
 from mrl.events import EventLog
+from tests.conftest import by_node
 from tests.controller.test_worker_group import prompts
 
 
@@ -36,7 +37,8 @@ def main(directory: Path) -> None:
         resources = ResourcePoolManager(placement, config, deadlines)
         resources.create(directory, events)
         worker = RayClassWithInitArgs("tests.rank_workers:RankWorker")
-        group = RayWorkerGroup("actor", worker, Mesh(4, tp=2), RunContext(directory, events, deadlines, resources))
+        context = by_node(RunContext(directory, events, deadlines, resources))
+        group = RayWorkerGroup("actor", worker, Mesh(4, tp=2), context)
         where = group.where()
         order = list(dict.fromkeys(node for node, _ in where))
         batch = prompts().union(group.generate(prompts(), extra=2)).take([5, 0, 4, 1, 3, 2])
