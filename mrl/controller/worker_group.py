@@ -32,6 +32,8 @@ from mrl.spans import SPANS
 
 Result = TypeVar("Result")
 _MANY_RANKS = 1024
+_STORED_ONCE_RANKS = 16
+_LARGE_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,15 @@ class RayWorkerGroup:
                 spec, {0: self._actors[0].call.remote(spec.name, *args, **kwargs)}, lambda answers: answers[0]
             )
         nodes = [] if self._fan_out is None else self._fan_out.call(spec.name, args, kwargs)
+        args = tuple(map(self._stored_once, args))
         calls = {rank: self._actors[rank].call.remote(spec.name, *args, **kwargs) for rank in self._called_directly}
         return self._future(spec, calls, list, nodes)
+
+    def _stored_once(self, argument: Any) -> Any:
+        """Store a large argument of many direct calls, so that it is not serialized for each of them."""
+        if len(self._called_directly) < _STORED_ONCE_RANKS or len(ray.cloudpickle.dumps(argument)) < _LARGE_BYTES:
+            return argument
+        return ray.put(argument)
 
     def shutdown(self) -> None:
         self._processes.kill_all("shut down")

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from mrl.config.mesh import Mesh
-from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, fan_out
+from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext, worker_group
 from mrl.controller.transport import fetch, store
 from mrl.errors import BatchError, PlacementError
 from mrl.protocol import DataProto
@@ -28,17 +29,22 @@ def test_a_large_argument_of_many_ranks_is_stored_once(
     rank_workers: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored: list[object] = []
-    put = fan_out.ray.put
+    put = ray.put
 
     def count(argument: object) -> object:
         stored.append(argument)
         return put(argument)
 
-    monkeypatch.setattr(fan_out.ray, "put", count)
+    monkeypatch.setattr(ray, "put", count)
     large = "x" * 70_000
-    assert rank_workers.greet(large) == [f"hello {large} from {rank} of 4" for rank in range(4)]
+    expected = [f"hello {large} from {rank} of 4" for rank in range(4)]
+    assert rank_workers.greet(large) == expected
+    is_direct = rank_workers._fan_out is None
+    assert stored == ([] if is_direct else [[[large], {}]]), "four ranks are few for direct calls"
+    monkeypatch.setattr(worker_group, "_STORED_ONCE_RANKS", 4)
+    assert rank_workers.greet(large) == expected
     rank_workers.greet("you")
-    assert stored == ([] if rank_workers._fan_out is None else [[[large], {}]])
+    assert stored == ([large] if is_direct else [[[large], {}]] * 2)
 
 
 def test_rank_zero_alone_answers(rank_workers: RayWorkerGroup) -> None:
