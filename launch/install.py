@@ -176,14 +176,9 @@ def pinned(name: str) -> str:
 
 
 def pip(lock: int, *arguments: str) -> None:
-    """Run `pip install` inside the environment.
-
-    Compiling every module takes half of a CPU installation, and few are imported. On a cluster, thousands of processes
-    import from one environment, so there each module is compiled once.
-    """
+    """Run `pip install` inside the environment."""
     python = str(ENVIRONMENT / "bin" / "python")
-    compiling = [] if FOR_CUDA else ["--no-compile"]
-    run(lock, python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *compiling, *arguments)
+    run(lock, python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
 
 
 def run(lock: int, *command: str) -> None:
