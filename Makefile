@@ -3,6 +3,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help install install-cuda install-sglang demo unit types test test-slow test-presets test-hosts sweep sweep-part test-extras test-sglang test-py312 test-contracts refresh-contracts lint bench docs clean
 
+# If this were set, every process of a test or run would compile mrl's modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # An existing environment keeps its Python; otherwise use the first one that runs and can create environments.
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for python in .venv/bin/python python3.11 python3.12 python3; do \
