@@ -139,8 +139,8 @@ def broken_links(nodes: Sequence[LinkedNode], deadline_s: float) -> list[str]:
     pairs = [
         [
             (target, end)
-            for distance in distances
-            for target, ends in [(nodes[(place + distance) % len(nodes)], listening[(place + distance) % len(nodes)])]
+            for number in sorted((place + distance) % len(nodes) for distance in distances)
+            for target, ends in [(nodes[number], listening[number])]
             for end in ends
             if target.address != node.address
         ]

@@ -166,6 +166,7 @@ def test_a_ray_that_dies_while_it_starts_is_started_once_more(
         return started([command[0], "-c", "\n".join(program), *command[3:]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)  # the Ray of other tests stays
     died = pytest.raises(SetupError, match=r"its sleep \(pid \d+\) has died")
     config = ClusterConfig(devices_per_node=1, device="cpu")
     with nullcontext() if num_deaths == 1 else died, cluster._kept(config, tmp_path / "ray") as address:

@@ -429,7 +429,18 @@ def test_a_full_disk_of_a_rank_is_one_sentence(begin: Begin) -> None:
 # --- changes of the configuration ---
 
 
-LEARNT = {"model", "algorithm", "data", "batch", "actor", "critic", "reward_model", "reward_models", "teacher"}
+LEARNT = {
+    "model",
+    "algorithm",
+    "data",
+    "batch",
+    "actor",
+    "critic",
+    "reward_model",
+    "reward_models",
+    "teacher",
+    "teachers",
+}
 LEARNT |= {"reference", "rollout", "agent", "asynchrony"}
 MAY_CHANGE = {"run", "cluster", "deadlines", "placement", "training", "validation", "sync", "reward", "judge"}
 
