@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import mrl.controller  # noqa: F401 - before any test imports ray: it settles how Ray authenticates
 from tests import minutes, sweep
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ def main(directory: Path) -> None:
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     second = nodes.add_node(num_cpus=2)
     config = ClusterConfig(nodes=2, devices_per_node=2, device="cpu", ray_address=nodes.address)
-    deadlines = DeadlinesConfig(resources_s=60, start_s=120, call_s=60, heartbeat_s=1, release_s=1)
+    deadlines = DeadlinesConfig(resources_s=60, start_s=120, call_s=60, heartbeat_s=5, release_s=1)
     placement = PlacementConfig(pools={"all": 4}, roles={"actor": "all"})
     with ray_cluster(config):
         events = EventLog(directory / "events.jsonl")
