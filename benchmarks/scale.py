@@ -61,7 +61,7 @@ MIXTURE = ParallelConfig(tp=8, pp=16, ep=8)
 MIXTURE_FILES, MIXTURE_TB = 163, 0.69
 """DeepSeek-V3's files."""
 POLLS_PER_S = 1 / 0.2
-"""Files that a waiting node opened per second, whatever the number of nodes."""
+"""Number of files that a waiting node opened per second before the change, regardless of the number of nodes."""
 PRESET = Path(__file__).resolve().parent.parent / "configs" / "grpo-llama3.1-70b-8n8g.yaml"
 
 
