@@ -209,6 +209,11 @@ class AlgorithmConfig:
     correction: CorrectionConfig | None = None
     """Importance weights for the mismatch of engine and trainer, reported as `mismatch/rollout_is_*`: mean weight,
     effective sample size (1: all weights are equal), shares of ratios beyond the bounds. Null only measures them."""
+    old_log_probs: Literal["trainer", "engine", "interpolated"] = "trainer"
+    """Log-probs of the old policy in the loss. `trainer`: the trainer computes them before the first update.
+    `engine`: those of the engine that drew the tokens, so that the ratio also corrects stale weights and the
+    difference between engine and trainer. `interpolated`, with `asynchrony.ahead`: a token whose weights are d steps
+    old gets 1/d of the engine's log-prob and the rest of the current one (A-3PO). The last two save a forward pass."""
     router_replay: Literal["none", "R2", "R3"] = "none"
     """For mixtures of experts. `R3`: log-probs and updates use the experts that the engine chose for each token, in
     all layers. `R2`: updates use the experts that the trainer chose when it computed the old log-probs. `none`: the

@@ -43,11 +43,19 @@ def updates_per_step(batch: BatchConfig) -> int:
 
 
 def needs_old_log_probs(config: Config) -> bool:
-    """Return whether the policy changes between sampling and the last update of a step, or something else reads old
-    log-probs. With one update per step, the log-probs in that update are the old ones."""
+    """Return whether the trainer computes old log-probs: the policy changes between sampling and the last update of a
+    step, or something else reads them. With one update per step, the log-probs in that update are the old ones."""
     algorithm = config.algorithm
+    if algorithm.old_log_probs != "trainer":
+        return False
     reads = algorithm.kl.where in ("reward", "both") or algorithm.loss.policy in CHOOSING_LOSSES
     return updates_per_step(config.batch) > 1 or reads or algorithm.correction is not None
+
+
+def corrects_engines(config: Config) -> bool:
+    """Return whether the loss weighs samples by their probability under the policy and under the engine that drew
+    them."""
+    return config.algorithm.correction is not None or config.algorithm.old_log_probs == "engine"
 
 
 def shares_actor(config: AnyConfig, role: str) -> bool:
@@ -138,7 +146,7 @@ def cache_in_flight(config: Config) -> Literal["recompute", "keep"] | None:
     in flight."""
     if config.asynchrony.weights != "in_flight":
         return None
-    is_weighed = has_own_rollout_pool(config) and config.algorithm.correction is not None
+    is_weighed = has_own_rollout_pool(config) and corrects_engines(config)
     return config.asynchrony.cache or ("keep" if is_weighed else "recompute")
 
 

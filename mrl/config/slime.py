@@ -20,6 +20,7 @@ from mrl.config.peer_values import (
     set_default,
     set_kl,
     set_machines,
+    switch,
 )
 from mrl.config.values import KeyPath
 from mrl.config.verl_values import Convert, Values, among, same, zero_if_negative
@@ -107,6 +108,7 @@ _CONVERTED: Mapping[str, tuple[str, Convert]] = {
     "global_batch_size": ("batch.samples_per_update", _per_update),
     "num_steps_per_rollout": ("batch.samples_per_update", _by_steps),
     "advantage_estimator": ("algorithm.advantage", _advantage),
+    "use_rollout_logprobs": ("algorithm.old_log_probs", switch("engine", "trainer")),
     "rollout_top_k": ("rollout.top_k", zero_if_negative),
     "sequence_parallel": ("actor.parallel.sequence_parallel", sequence_parallel("tensor_model_parallel_size")),
     "max_tokens_per_gpu": ("actor.max_tokens_per_device", same),

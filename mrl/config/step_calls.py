@@ -51,10 +51,14 @@ def _routes(config: Config) -> Columns:
 
 
 def _needed_by_actor(config: Config) -> Columns:
+    algorithm = config.algorithm
+    is_chosen, of_trainer = algorithm.loss.policy in CHOOSING_LOSSES, algorithm.old_log_probs == "trainer"
+    reads_engines = algorithm.correction is not None or algorithm.loss.policy == "m2po"
     needed = {
-        "old_log_probs": updates_per_step(config.batch) > 1 or config.algorithm.loss.policy in CHOOSING_LOSSES,
+        "old_log_probs": of_trainer and (updates_per_step(config.batch) > 1 or is_chosen),
         "ref_log_probs": _charges_kl(config, "loss"),
-        "rollout_log_probs": config.algorithm.correction is not None or config.algorithm.loss.policy == "m2po",
+        "rollout_log_probs": reads_engines or not of_trainer,
+        "staleness": algorithm.old_log_probs == "interpolated",
     }
     return tuple(name for name, is_needed in needed.items() if is_needed) + _taught(config) + _routes(config)
 
@@ -104,7 +108,8 @@ TEACHER_HIDDEN = StepCall(
 LOG_PROB = StepCall(
     role="actor",
     method="compute_log_prob",
-    when="several updates a step, KL in the reward, a correction, or the loss `clip_cov`, `kl_cov` or `m2po`",
+    when="`algorithm.old_log_probs` is `trainer`, and there are several updates a step, a KL in the reward, a "
+    "correction, or the loss `clip_cov`, `kl_cov` or `m2po`",
     is_made=lambda config: needs_old_log_probs(config) and config.algorithm.router_replay != "R2",
     writes=("old_log_probs",),
     optional=("response_mask", "rollout_log_probs", "staleness", "routes"),
@@ -173,7 +178,10 @@ UPDATE_ACTOR = StepCall(
     when="always, after `training.critic_warmup_steps`; once per update",
     is_made=lambda config: True,
     reads=("prompts", "responses", "advantages"),
-    optional=("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", *TEACHER_COLUMNS, "routes"),
+    optional=(
+        *("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", "staleness"),
+        *(*TEACHER_COLUMNS, "routes"),
+    ),
     needs=_needed_by_actor,
 )
 STEP = (

@@ -113,6 +113,7 @@ NAMES: Mapping[str, tuple[str, Convert]] = {
         for key, name in (("len", "buffer_tokens"), ("penalty_factor", "factor"))
     },
     "router_replay.mode": ("algorithm.router_replay", among(("R2", "R3"), disabled="none")),
+    "bypass_mode": ("algorithm.old_log_probs", to.bypass),
     "rollout_is": ("algorithm.correction.level", same),
     "rollout_is_threshold": ("algorithm.correction.upper", same),
     # rollout and validation

@@ -171,6 +171,10 @@ def _updates(steps: Any, values: Values) -> str:
     return f"={steps * updates}, with {updates} updates per step"
 
 
+def bypass(value: Any, values: Values) -> str:
+    return f"={'engine' if value is True else 'trainer'}"
+
+
 def recompute(value: Any, values: Values) -> str:
     return "=full, with recompute_method=uniform and recompute_num_layers=1" if value else ", which is not needed"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from mrl.config.arithmetic import role_batch, role_mesh, samples_per_step, updates_per_step
+from mrl.config.arithmetic import corrects_engines, role_batch, role_mesh, samples_per_step, updates_per_step
 from mrl.config.resolved.load import Resolved
 from mrl.config.rules.components import missing_modules
 from mrl.config.schema import ClusterConfig, Config
@@ -155,7 +155,7 @@ def check_experts(config: AnyConfig) -> Iterator[CheckResult]:
     except ModelError:  # the memory check reports the unknown sizes
         return
     num_updates, algorithm = updates_per_step(config.batch), config.algorithm
-    if is_mixture and num_updates > 1 and algorithm.loss.policy in _TOKEN_RATIOS and algorithm.correction is None:
+    if is_mixture and num_updates > 1 and algorithm.loss.policy in _TOKEN_RATIOS and not corrects_engines(config):
         what = f"{num_updates} updates per step with ratios of single tokens, but no correction: a mixture of experts "
         what += "may collapse, because engine and trainer route some tokens to different experts"
         fix = f"batch.samples_per_update={samples_per_step(config.batch)}, algorithm.correction={{}}, "

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
-from mrl.config.arithmetic import has_own_rollout_pool
+from mrl.config.arithmetic import corrects_engines, has_own_rollout_pool
 from mrl.config.schema import Config
 from mrl.controller.transport import fetch
 from mrl.errors import CheckpointError, WireError
@@ -40,7 +40,7 @@ class SampleStream:
     ) -> None:
         self.collector, self._hybrid, self._probe, self._clock = collector, hybrid, probe, clock
         self._gate = Gate(config.asynchrony.ahead, config.training.steps)
-        self._weighs = config.algorithm.correction is not None
+        self._weighs = corrects_engines(config)
         self._whole: dict[int, ScoredBatch] = {}
         """Complete batches that no step has taken yet."""
 

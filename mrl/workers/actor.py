@@ -15,6 +15,7 @@ from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.chosen_tokens import UpdateTokens, select_tokens
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
+from mrl.algos.old_policy import approximate_old_log_probs
 from mrl.algos.rollout_correction import (
     RolloutPair,
     correction_metrics,
@@ -117,8 +118,8 @@ class ActorRolloutRefWorker(ModelWorker):
         """Make one optimizer step on these rows. Without old log-probs, the policy's own are used."""
         if self.setup.replays_routes and "routes" not in batch.columns():
             raise BatchError("router replay needs the column `routes`, which nothing has written")
-        names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", *step_calls.TEACHER_COLUMNS)
-        columns = optional_values(batch, *names)
+        names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "staleness")
+        columns = optional_values(batch, *names, *step_calls.TEACHER_COLUMNS)
         loss = self._algorithm.loss
         if loss.policy in CHOOSING_LOSSES:
             columns["selected"] = self._selected(batch, columns)
@@ -212,7 +213,11 @@ def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput)
     columns, log_probs_T = batch.columns, batch.scores.log_probs_T
     assert log_probs_T is not None, "a policy returns log-probs"
     rows, mask_T = rows_of(batch, log_probs_T.device), columns["response_mask"]
-    old_T = columns.get("old_log_probs", log_probs_T.detach())
+    if config.old_log_probs == "trainer":
+        old_T = columns.get("old_log_probs", log_probs_T.detach())
+    else:
+        pair = RolloutPair(rows, mask_T, log_probs_T.detach(), columns["rollout_log_probs"])
+        old_T = approximate_old_log_probs(config.old_log_probs, pair, columns.get("staleness"))
     weights_T = None
     if config.correction is not None:
         pair = RolloutPair(rows, mask_T, old_T, columns["rollout_log_probs"])

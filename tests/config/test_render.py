@@ -92,6 +92,7 @@ algorithm:
   dynamic_sampling: null                         # default
   overlong: null                                 # default
   correction: null                               # default
+  old_log_probs: trainer                         # default
   router_replay: none                            # default
   distillation: null                             # default"""
     )

@@ -196,22 +196,36 @@ def policy_loss(
     if loss["opsm_delta"] is None or not len(log_probs):
         return of_token, reports
     is_far = bool(reports["ppo_kl"].mean() > loss["opsm_delta"])
-    masked = (_advantage(taught, log_probs, row) < 0) & is_far
+    masked = (_advantage(loss, taught, log_probs, row) < 0) & is_far
     return of_token * ~masked, reports | {"opsm_masked": masked.double()}
 
 
-def _advantage(taught: dict[str, Any] | None, log_probs: Tensor, row: Row) -> Tensor:
+def _advantage(loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: Tensor, row: Row) -> Tensor:
     advantage: Tensor = row.columns["advantages"]
     if taught and taught["form"] == "advantage":
-        old = row.columns.get("old_log_probs", log_probs.detach())
+        old = _old_log_probs(loss, log_probs, row)
         advantage = advantage - taught["coef"] * (old - row.columns["teacher_log_probs"])
     return advantage
+
+
+def _old_log_probs(loss: dict[str, Any], log_probs: Tensor, row: Row) -> Tensor:
+    """Return the engine's log-probs, or between these and the policy's, or the trainer's from before the first update,
+    or those of this only update."""
+    engine, source = row.columns.get("rollout"), loss["old_log_probs"]
+    if source == "engine" and engine is not None:
+        return engine
+    if source == "interpolated" and engine is not None:
+        shares = torch.tensor(
+            [1 / age if age else 0.0 for age in row.columns["staleness"].tolist()], dtype=torch.float64
+        )
+        return shares * engine + (1 - shares) * log_probs.detach()
+    return row.columns.get("old_log_probs", log_probs.detach())
 
 
 def _policy_loss(
     loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: Tensor, row: Row
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantage = row.columns.get("old_log_probs", log_probs.detach()), _advantage(taught, log_probs, row)
+    old, advantage = _old_log_probs(loss, log_probs, row), _advantage(loss, taught, log_probs, row)
     low, high, name = loss["clip_low"], loss["clip_high"], loss["policy"]
     log_ratio = log_probs - old
     ratio, zeros, reports = log_ratio.exp(), torch.zeros_like(old), {"ppo_kl": -log_ratio.detach()}

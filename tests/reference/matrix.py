@@ -38,6 +38,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     # Not kl_cov, for the same reason: its penalty is abs.
     "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "dro", "vespo"),
     "opsm": (None, 1e-4),
+    "old_log_probs": ("trainer", "engine"),
     "temperature": (0.7, 1.0),
     "updates": ("2 updates", "1 update", "3 updates", "2 updates 2 epochs"),
     "schedule": ("warmup linear", "constant", "cosine"),
@@ -149,6 +150,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
             "dynamic_sampling": {"most_rounds": 20} if dynamic else None,
             "overlong": {"buffer_tokens": 4, "factor": 0.7} if options["sampling"] == "overlong" else None,
             "correction": _correction(options["correction"]),
+            "old_log_probs": _old_log_probs(options),
         },
         "batch": {
             "prompts_per_step": PROMPTS,
@@ -194,6 +196,16 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
 
 def _source(part: str) -> dict[str, Any]:
     return {"sums": {"dataset": "toy:addition", "options": {"part": part, "largest": 14 if part == "train" else 20}}}
+
+
+def _old_log_probs(options: Options) -> str:
+    """Return the level unless other levels exclude it."""
+    is_excluded = where_of_kl(options) in ("reward", "both") or options["correction"] or options["policy"] == "clip_cov"
+    return "trainer" if is_excluded else str(options["old_log_probs"])
+
+
+def where_of_kl(options: Options) -> str:
+    return str(options["kl"].split()[0])
 
 
 def _correction(options: tuple[str, str] | None) -> dict[str, Any] | None:

@@ -112,7 +112,7 @@ class Reference:
             row.columns = {"rollout": row.rollout[row.written]}
         kl, batch = self.algorithm["kl"], self.config["batch"]
         num_samples = batch["prompts_per_step"] * batch["samples_per_prompt"] * batch["epochs_per_step"]
-        if (
+        if self.algorithm["old_log_probs"] == "trainer" and (
             num_samples > batch["samples_per_update"]
             or kl["where"] in ("reward", "both")
             or self.algorithm["correction"] is not None
@@ -241,7 +241,8 @@ class Reference:
         L = sum_t w_t (c_t (pg_t + kl_coef kl_t + coef d_t) - entropy_coef H_t), with the correction c and the
         divergence d from the teacher.
         """
-        loss, kl, taught = self.algorithm["loss"], self.algorithm["kl"], self.algorithm["distillation"]
+        loss = self.algorithm["loss"] | {"old_log_probs": self.algorithm["old_log_probs"]}
+        kl, taught = self.algorithm["kl"], self.algorithm["distillation"]
         terms: dict[str, Any] = {"pg_loss": 0.0, "kl_loss": 0.0, "entropy": 0.0, "distill_loss": 0.0}
         sums: Counter[str] = Counter()
         formulas.select_tokens(loss, rows)

@@ -15,11 +15,11 @@ from mrl.errors import AuditFailed
 from mrl.trainer.audit import ReplayedRun, check_invariants
 
 
-def config_of(dtype: str = "float32", **loss: Any) -> Any:
+def config_of(dtype: str = "float32", old_log_probs: str = "trainer", **loss: Any) -> Any:
     return SimpleNamespace(
         actor=SimpleNamespace(dtype=dtype),
         batch=SimpleNamespace(epochs_per_step=2),
-        algorithm=SimpleNamespace(loss=LossConfig(**loss)),
+        algorithm=SimpleNamespace(loss=LossConfig(**loss), old_log_probs=old_log_probs),
         reference=None,
     )
 
@@ -37,6 +37,13 @@ def test_only_a_reference_that_is_another_model_differs_before_training() -> Non
     config.reference.path = None
     with pytest.raises(AuditFailed, match="the KL to the reference is 0 before training"):
         check_invariants(config, 1, apart, [FIRST, LATER], 60)
+
+
+def test_a_ratio_to_the_engine_may_differ_from_one() -> None:
+    moved = FIRST | {"ppo_kl": 0.02, "pg_clipfrac": 0.1}
+    check_invariants(config_of(old_log_probs="engine"), 1, METRICS, [moved, LATER], 60)
+    with pytest.raises(AuditFailed, match="the loss reports ppo_kl"):
+        check_invariants(config_of(old_log_probs="engine"), 1, METRICS, [{"tokens": 60.0}, LATER], 60)
 
 
 def test_a_right_step_passes() -> None:

@@ -97,7 +97,8 @@ def actor_loss(
             continue
         log_probs, entropy = log_probs[row.written], entropy[row.written]
         row.columns.setdefault("old_log_probs", log_probs.detach())
-        tokens, figures = formulas.policy_loss(algorithm["loss"], None, log_probs, row)
+        loss = algorithm["loss"] | {"old_log_probs": config.old_log_probs}
+        tokens, figures = formulas.policy_loss(loss, None, log_probs, row)
         corrected: Any = 1.0 if config.correction is None else formulas.correction(algorithm["correction"], row)
         summed = {"pg_loss": weight * (corrected * tokens).sum()}
         if config.kl.where in ("loss", "both"):

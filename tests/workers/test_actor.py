@@ -186,6 +186,16 @@ def test_without_old_log_probs_the_policys_own_are_meant(policy: str, with_corre
     assert reports["pg_clipfrac"] == 0
 
 
+@pytest.mark.parametrize("source", ["engine", "interpolated"])
+def test_old_log_probs_may_come_from_the_engine(source: Literal["engine", "interpolated"]) -> None:
+    """Even if the trainer's are there."""
+    rows = make_rows("advantages", "old_log_probs", "rollout_log_probs")
+    for row in rows:
+        row.columns["staleness"] = torch.arange(len(row.response)) % 4
+    reports = check(config_of(old_log_probs=source), rows=rows, num_shards=2)
+    assert reports["ppo_kl"] != check(config_of(), rows=rows, num_shards=2)["ppo_kl"]
+
+
 @pytest.mark.parametrize("policy", CHOOSING_LOSSES)
 def test_losses_by_covariance_need_old_log_probs(policy: str) -> None:
     with pytest.raises(BatchError, match=f"{policy} needs the column `old_log_probs`"):
@@ -348,5 +358,5 @@ def test_what_is_declared_to_be_read_and_written() -> None:
     assert declared["compute_log_prob_with_routes"][1] == {"old_log_probs", "routes"}
     assert declared["compute_ref_log_prob"] == (rows, {"ref_log_probs"}, set())
     assert declared["compute_advantages"][1] == {"advantages"}
-    optional = {"response_mask", "routes", *ALL, *TEACHER_COLUMNS} - {"advantages"}
+    optional = {"response_mask", "routes", "staleness", *ALL, *TEACHER_COLUMNS} - {"advantages"}
     assert declared["update_actor"] == (rows | {"advantages"}, set(), optional)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.algorithm import ADVANTAGES, CHOOSING_LOSSES, VECTOR_ADVANTAGES, CorrectionConfig
-from mrl.config.arithmetic import updates_per_step
+from mrl.config.arithmetic import corrects_engines, updates_per_step
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.errors import Problem
@@ -36,10 +36,12 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
         yield problem(
             key, f"the buffer is longer than the longest response of {most} tokens", f"{key}={most // 4 or 1}"
         )
-    if config.asynchrony.ahead and algorithm.correction is None:
+    yield from _old_log_probs(config)
+    if config.asynchrony.ahead and not corrects_engines(config):
         ahead = f"{config.asynchrony.ahead} batches ahead"
         what = f"{ahead}: samples of older weights would be used as if the current weights had drawn them"
-        yield problem("algorithm.correction", what, "algorithm.correction={level: token}, or asynchrony.ahead=0")
+        fix = "algorithm.correction={level: token}, algorithm.old_log_probs=engine, or asynchrony.ahead=0"
+        yield problem("algorithm.correction", what, fix)
     if algorithm.correction is not None:
         yield from _rejection(algorithm.correction)
     yield from _covariance(config)
@@ -48,6 +50,29 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
     yield from _distillation(config)
     if algorithm.router_replay != "none":
         yield from _router_replay(config)
+
+
+def _old_log_probs(config: Config) -> Iterator[Problem]:
+    """Yield what reads old log-probs that the trainer would have to compute, and what would have no effect."""
+    algorithm, key = config.algorithm, "algorithm.old_log_probs"
+    source, fix = algorithm.old_log_probs, "algorithm.old_log_probs=trainer"
+    if source == "trainer":
+        return
+    if algorithm.kl.where in ("reward", "both"):
+        what = "the KL in the reward compares the reference with old log-probs of the trainer"
+        yield problem("algorithm.kl.where", what, f"algorithm.kl.where=loss, or {fix}")
+    if algorithm.loss.policy in CHOOSING_LOSSES:
+        what = f"{algorithm.loss.policy} chooses tokens by the trainer's log-probs from before the first update"
+        yield problem("algorithm.loss.policy", what, f"algorithm.loss.policy=ppo, or {fix}")
+    if algorithm.router_replay == "R2":
+        what = "R2 keeps the experts of the trainer's pass for old log-probs, which is not made"
+        yield problem("algorithm.router_replay", what, f"algorithm.router_replay=R3, or {fix}")
+    if source == "engine" and algorithm.correction is not None:
+        what = "the ratio to the engine's log-probs corrects already: the weights would count twice"
+        yield problem("algorithm.correction", what, f"algorithm.correction=null, or {fix}")
+    if source == "interpolated" and not config.asynchrony.ahead:
+        what = "without asynchrony.ahead no sample is older than the policy: each ratio would be 1, and nothing clipped"
+        yield problem(key, what, f"asynchrony.ahead=1, or {fix}")
 
 
 def _rejection(correction: CorrectionConfig) -> Iterator[Problem]:

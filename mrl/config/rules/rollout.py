@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mrl.config.arithmetic import corrects_engines
 from mrl.config.rules.problems import near_divisors, near_multiples, nearest, problem, stays_in_a_node
 from mrl.config.rules.sglang import check_sglang
 from mrl.config.schema import Config
@@ -36,7 +37,7 @@ def check_rollout(config: Config) -> Iterator[Problem]:
         what += f"{axis} {max(tp, config.rollout.dp)}"
         yield problem(key, what, f"{key}=false, or rollout.{axis}=1")
     quantization = config.rollout.vllm.get("quantization") or config.rollout.vllm.get("quantization_config")
-    if quantization and config.algorithm.correction is None:
+    if quantization and not corrects_engines(config):
         what = f"null: engines with {quantization} sample from other probabilities than the trainer's"
         fix = "algorithm.correction={upper: 2.0}, or rollout.vllm.quantization=null"
         yield problem("algorithm.correction", what, fix)
