@@ -22,6 +22,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.abstract import Executor
 
+from mrl.rollout.vllm_processes import end_engine
+
 T = TypeVar("T")
 
 
@@ -43,7 +45,7 @@ class DataParallelEngine:
 
     def shutdown(self) -> None:
         for rank in self._ranks:
-            rank.engine.engine_core.shutdown()
+            end_engine(rank.engine.engine_core)
 
     def add_request(self, key: str, prompt: Any, params: Any, lora_request: Any = None) -> str:
         """Give a request to the rank with the fewest."""

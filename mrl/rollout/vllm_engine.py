@@ -38,7 +38,7 @@ from mrl.rollout.engine_routes import EngineRoutes, route_arguments
 from mrl.rollout.quantization import gate_arguments
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.vllm_data_parallel import DataParallelEngine
-from mrl.rollout.vllm_processes import VllmFollower, node_arguments, prepare_process, store_without_a_file
+from mrl.rollout.vllm_processes import VllmFollower, end_engine, node_arguments, prepare_process, store_without_a_file
 from mrl.weight_sync.vllm_adapters import adapter_arguments
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
 
@@ -77,7 +77,10 @@ class VllmEngine(RolloutEngine):
         """First request since the last change of weights, which cannot have cached tokens; None once it has ended."""
 
     def close(self) -> None:
-        self._engine.engine_core.shutdown()
+        if isinstance(self._engine, DataParallelEngine):
+            self._engine.shutdown()
+        else:
+            end_engine(self._engine.engine_core)
 
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         for request in requests:

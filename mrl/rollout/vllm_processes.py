@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -57,6 +58,32 @@ def prepare_process(settings: EngineSettings) -> None:
     if settings.nodes:
         os.environ["VLLM_HOST_IP"] = settings.nodes[settings.node]  # its workers' address for messages
         os.environ[ENDS_WITH_PARENT] = "1"
+
+
+def end_engine(client: Any) -> None:
+    """Shut an engine of vLLM down, and close the sockets of the queues to its workers.
+
+    vLLM leaves them to the garbage collector. If that ends a queue's context before its sockets, it waits forever.
+    """
+    executor = client.engine_core.model_executor
+    queues: list[MessageQueue | None] = []
+    if isinstance(executor, MultiprocExecutor):
+        queues = [executor.rpc_broadcast_mq, *executor.response_mqs]
+        for worker in executor.workers:
+            queues += [worker.worker_response_mq, *worker.peer_worker_response_mqs]
+    client.shutdown()
+    for queue in queues:
+        if queue is not None:
+            close_sockets(queue)
+
+
+def close_sockets(queue: MessageQueue) -> None:
+    """Close the sockets of a queue, which share a context. Messages that nobody has read are lost."""
+    condition, sockets = queue._spin_condition, [queue.local_socket, queue.remote_socket]
+    if condition is not None:
+        sockets += [condition.local_notify_socket, condition.read_cancel_socket, condition.write_cancel_socket]
+    for context in {socket.context for socket in sockets if socket is not None}:
+        context.destroy(linger=0)
 
 
 def node_arguments(settings: EngineSettings) -> dict[str, Any]:

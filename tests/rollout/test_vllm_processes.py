@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from mrl.config.mesh import Mesh
 from mrl.controller import RankInfo, Rendezvous
@@ -18,7 +20,7 @@ from mrl.errors import RolloutError
 from mrl.rollout.engine import EngineSettings
 from mrl.rollout.replica import RolloutReplica
 from mrl.rollout.vllm_engine import VllmEngine, engine_arguments
-from mrl.rollout.vllm_processes import VllmFollower, prepare_process
+from mrl.rollout.vllm_processes import VllmFollower, end_engine, prepare_process
 from mrl.weight_sync import vllm_plugin
 from mrl.weight_sync.vllm_plugin import ENDS_WITH_PARENT
 
@@ -30,6 +32,23 @@ def settings(small: Callable[..., Path], tmp_path: Path) -> EngineSettings:
     """Settings of the second of two nodes."""
     model = small("qwen3")
     return EngineSettings(model, "float32", "cpu", 64, 128, tmp_path, "rollout-0", 2, nodes=ADDRESSES, node=1, port=77)
+
+
+def test_the_end_of_an_engine_closes_the_sockets_to_its_workers() -> None:
+    """A context of zmq that the garbage collector ends before its sockets waits for them forever."""
+    requests = MessageQueue(1, 1)
+    answers, of_peers = (MessageQueue.create_from_handle(requests.export_handle(), 0) for _ in range(2))
+    executor = MultiprocExecutor.__new__(MultiprocExecutor)
+    executor.is_failed = executor.shutting_down = True
+    worker = SimpleNamespace(worker_response_mq=None, peer_worker_response_mqs=[None, of_peers])
+    executor.rpc_broadcast_mq, executor.response_mqs, executor.workers = requests, [answers], [worker]
+    queues = [requests, answers, of_peers]
+    contexts = [queue.local_socket.context for queue in queues]
+    requests.local_socket.send(b"a message that nobody reads")
+    end_engine(SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor), shutdown=executor.shutdown))
+    assert executor.rpc_broadcast_mq is None, "vLLM has forgotten the queue"
+    assert all(context.closed for context in contexts)
+    assert all(queue._spin_condition.local_notify_socket.closed for queue in queues)
 
 
 def test_workers_of_all_nodes_meet_on_the_first(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
