@@ -39,6 +39,10 @@ TEACHER = (
     "teacher={path: some/model, max_tokens_per_device: 512}",
     "placement.roles.teacher=laptop",
 )
+INTERPOLATED = (
+    "algorithm.old_log_probs=interpolated",
+    "placement={pools: {laptop: 2, engines: 2}, roles: {rollout: engines}}",
+)
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "tensordict", "pyarrow", "numpy")
 OFFLINE = f"""
 import sys
@@ -223,6 +227,8 @@ def test_workers_register_the_calls_of_the_table() -> None:
         ("algorithm.correction={}", "batch.samples_per_update=32"),
         ("algorithm.advantage=remax", "critic=null", "placement.roles.critic=null"),
         (*REWARD_MODEL, "reward.functions.answer=null"),
+        ("algorithm.old_log_probs=engine", "algorithm.kl.where=loss"),
+        (*INTERPOLATED, "algorithm.kl.where=loss", "asynchrony.ahead=1", "algorithm.correction={}"),
         *((*TEACHER, f"algorithm.distillation.form={form}") for form in ("advantage", "top_k", "full")),
         (
             *TEACHER,

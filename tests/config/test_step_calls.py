@@ -36,3 +36,22 @@ def test_the_kl_is_charged_where_it_is_wanted(where: str, by_advantages: set[str
         assert step_calls.REF_LOG_PROB not in apart
     assert {*step_calls.CRITIC_ADVANTAGES.needs(config)} == by_advantages | {"values"}
     assert {*step_calls.UPDATE_ACTOR.needs(config)} - {"old_log_probs"} == by_actor
+
+
+@pytest.mark.parametrize(
+    ("source", "read"),
+    [
+        ("trainer", {"old_log_probs", "rollout_log_probs"}),
+        ("engine", {"rollout_log_probs"}),
+        ("interpolated", {"rollout_log_probs", "staleness"}),
+    ],
+)
+def test_old_log_probs_come_from_where_they_are_wanted(source: str, read: set[str]) -> None:
+    correction = "null" if source == "engine" else "{}"
+    config = config_of(
+        *("algorithm.kl.where=none", "asynchrony.ahead=1", "batch.samples_per_update=16"),
+        *(f"algorithm.old_log_probs={source}", f"algorithm.correction={correction}"),
+        "placement={pools: {laptop: 2, engines: 2}, roles: {rollout: engines}}",
+    )
+    assert (step_calls.LOG_PROB in step_calls.step_calls(config)) == (source == "trainer")
+    assert {*step_calls.UPDATE_ACTOR.needs(config)} == read

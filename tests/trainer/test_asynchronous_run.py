@@ -52,6 +52,18 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.on_demand
+@pytest.mark.parametrize("source", ["engine", "interpolated"])
+def test_a_trainer_without_old_log_probs_of_its_own_learns_from_old_samples(config: Path, source: str) -> None:
+    corrects = WEIGHED[:1] if source == "interpolated" else ()
+    settings = (*APART, *corrects, "asynchrony.ahead=1", "algorithm.kl.where=loss", f"algorithm.old_log_probs={source}")
+    lines = train(config, source, *settings)
+    assert [line["async/staleness/max"] for line in lines] == [0, 1, 1]
+    assert not any(name.startswith("mismatch/") for line in lines for name in line)
+    assert all(abs(line["actor/ppo_kl"]) > 1e-9 for line in lines[1:]), "the ratio is to older weights"
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_run_with_a_batch_ahead_and_the_same_run_resumed(config: Path) -> None:
     """To the bit: three steps with one batch ahead, validated and saved."""
     settings = (*APART, *WEIGHED, *MEASURED, "asynchrony.ahead=1")
