@@ -106,8 +106,9 @@ def shard_size(config: AnyConfig, role: str) -> int | None:
 
 
 def held_dtype(model: MegatronModelConfig) -> str:
-    """Return the dtype of the weights that a rank holds between steps, apart from an optimizer's own copy."""
-    return "float32" if model.strategy == "fsdp" and isinstance(model, TrainedModelConfig) else model.dtype
+    """Return the dtype of the model's weights that a rank holds between steps, apart from an optimizer's own copy."""
+    learns = isinstance(model, TrainedModelConfig) and model.lora is None  # with adapters, the model itself is frozen
+    return "float32" if model.strategy == "fsdp" and learns else model.dtype
 
 
 def role_batch(config: AnyConfig, role: str) -> RoleBatch:

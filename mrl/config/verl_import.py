@@ -68,7 +68,6 @@ def _choose_strategy(made: Imported, values: Mapping[str, Any], leaves: Mapping[
         known = {"lr", *OPTIMIZER_DEFAULTS}
         others = [name for name in settings.get("megatron", {}) if not name.startswith("recompute")]
         only = [*sorted(axes), *others, *settings.get("ddp", {}), *(settings.get("optimizer", {}).keys() - known)]
-        only += ["lora"] if "lora" in settings else []
         only += ["router replay"] if find(values, "router_replay.mode") not in (None, "disabled") else []
         if only:
             remark = f"Megatron, because mrl's fsdp has no {', '.join(only)} (docs/fsdp.md)"

@@ -8,12 +8,10 @@ from __future__ import annotations
 import mrl.engine.with_megatron  # noqa: F401
 
 # isort: split
-import hashlib
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor
 from mrl.config.lora import LoraConfig
 from mrl.engine.adapter_product import AdapterProduct, rows_of_outputs
 from mrl.engine.base_digest import is_first_copy
+from mrl.engine.first_adapters import ReadBox
 from mrl.engine.merging import Key, MergedWeights
 from mrl.engine.model import TokenModel
 from mrl.engine.parallel import ParallelGroups
@@ -33,8 +32,6 @@ from mrl.models.spec import ModelSpec
 from mrl.models.table import Head, Shard
 
 _OF_EXPERT = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])")
-ReadBox = Callable[[str, Region], Tensor]
-"""Returns a box of an adapter, by PEFT's name."""
 
 
 class Adapters:
@@ -166,27 +163,6 @@ class Adapters:
         for shard, parameter in self.held():
             for piece in shard.pieces:
                 parameter[slices(piece.target)] = read(piece.hf, piece.source).to(parameter)
-
-    def initialize(self, seed: int) -> None:
-        """Draw each A by its name, so that its values do not depend on the layout. Set each B to zero."""
-        shapes = self.tensors
-
-        @lru_cache(maxsize=8)
-        def drawn(name: str) -> Tensor:
-            return _initial_value(name, shapes[name], self.lora, seed)
-
-        self.fill(lambda name, box: drawn(name)[slices(box)])
-
-
-def _initial_value(name: str, shape: Shape, lora: LoraConfig, seed: int) -> Tensor:
-    """Return the first value of an adapter, with peft's distributions."""
-    if name.endswith(".lora_B.weight"):
-        return torch.zeros(shape)
-    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-    generator = torch.Generator().manual_seed(number)
-    if lora.init == "gaussian":
-        return torch.randn(shape, generator=generator) / lora.rank
-    return torch.empty(shape).uniform_(-1 / math.sqrt(shape[1]), 1 / math.sqrt(shape[1]), generator=generator)
 
 
 def _linear_layer(chunk: TokenModel, weight: str) -> tuple[Any, str, str]:

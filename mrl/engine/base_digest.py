@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mrl.models.regions import Region, slices
@@ -34,6 +35,13 @@ def tensor_sums(names: Sequence[str], held: Iterable[tuple[Shard, Tensor]], devi
         for piece in shard.pieces:
             sums[number_of[piece.hf]] += weighted_sum(tensor.detach()[slices(piece.target)], piece.source)
     return sums
+
+
+def digest_over_ranks(names: Sequence[str], held: Iterable[tuple[Shard, Tensor]], device: torch.device) -> str:
+    """Return the digest of these tensors. Each part must be held by one rank. Call this on all ranks."""
+    sums = tensor_sums(names, held, device)
+    dist.all_reduce(sums)
+    return digest_of_sums(names, sums.tolist())
 
 
 def digest_of_sums(names: Sequence[str], sums: Sequence[int]) -> str:

@@ -23,8 +23,9 @@ from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.engine import weights
 from mrl.engine.adapters import Adapters
-from mrl.engine.base_digest import digest_of_sums, is_first_copy, tensor_sums
+from mrl.engine.base_digest import digest_over_ranks, is_first_copy
 from mrl.engine.expert_load import ExpertLoad
+from mrl.engine.first_adapters import first_adapters
 from mrl.engine.fp8_base import WeightsToSend, fp8_memory, keep_in_fp8
 from mrl.engine.model import ModelRequest, TokenModel, build_chunks, transformer_config
 from mrl.engine.offload import DeviceMemory, memory_of
@@ -39,7 +40,6 @@ from mrl.engine.training_state import MegatronState
 from mrl.errors import EngineError
 from mrl.models.fp8_base import fp8_shards
 from mrl.models.hf_reader import HfReader
-from mrl.models.peft_reader import PeftReader
 from mrl.models.spec import ModelSpec
 from mrl.models.table import SCORE, Head, Shard, hf_tensors
 from mrl.spans import SPANS
@@ -142,7 +142,7 @@ class MegatronEngine:
         else:
             weights.zero_score_head(self.models)
         if self.adapters is not None:
-            self._first_adapters(self.adapters)
+            self.adapters.fill(first_adapters(request.spec, self.adapters.lora, request.seed))
         if isinstance(request.settings, TrainedModelConfig):
             self.optimizer = Optimizer(self.models, request.settings)
         frozen = [tensor for shard, tensor in self.held_tensors() if not shard.trained]
@@ -151,15 +151,6 @@ class MegatronEngine:
         if self.shared is not None:
             self.memory.share_frozen(self.shared.first.memory)
             self.shared.all_learn()
-
-    def _first_adapters(self, adapters: Adapters) -> None:
-        """Read the adapters from PEFT's files, or draw them."""
-        if adapters.lora.path is None:
-            adapters.initialize(self.request.seed)
-            return
-        files = PeftReader(adapters.lora.path)
-        files.check(self.request.spec, adapters.lora)
-        adapters.fill(files.read)
 
     def base_digest(self) -> str:
         """Return the digest of the frozen weights of a model with adapters, otherwise an empty string.
@@ -178,9 +169,7 @@ class MegatronEngine:
                 and (at.edp if shard.expert else at.dp + at.cp) == 0
             )
             names = [name for name in hf_tensors(request.spec, request.head) if name != SCORE]
-            sums = tensor_sums(names, held, self.groups.device)
-            torch.distributed.all_reduce(sums)
-            self._base_digest = digest_of_sums(names, sums.tolist())
+            self._base_digest = digest_over_ranks(names, held, self.groups.device)
         return self._base_digest
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ it was unless it moves by half of its last digit. `RoundingLoss` measures this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,9 +54,14 @@ class MergedWeights(Mapping[Key, Tensor]):
     ) -> None:
         self._base, self._scale, self._engine_dtype = base, scale, engine_dtype
         self._adapters = {(pair.weight.chunk, pair.weight.name): (pair, a, b) for pair, a, b in adapters}
+        self._adapted: Collection[Key] = self._adapters.keys()
         self._kept: dict[Key, Tensor] = {}
         self._counted: set[Key] = set()
         self.loss = RoundingLoss()
+
+    def begin(self) -> None:
+        """Prepare for merging, after the adapters have changed. Call this on all ranks."""
+        self.forget()
 
     def forget(self) -> None:
         """Merge again, after the adapters have changed. The loss starts at zero."""
@@ -65,7 +70,7 @@ class MergedWeights(Mapping[Key, Tensor]):
         self.loss = RoundingLoss()
 
     def __getitem__(self, key: Key) -> Tensor:
-        if key not in self._adapters:
+        if key not in self._adapted:
             return self._base[key]
         if key not in self._kept:
             while len(self._kept) >= _NUM_KEPT:
@@ -79,9 +84,12 @@ class MergedWeights(Mapping[Key, Tensor]):
     def __len__(self) -> int:
         return len(self._base)
 
+    def _factors(self, key: Key) -> tuple[AdapterPair, Tensor, Tensor]:
+        return self._adapters[key]
+
     @torch.no_grad()
     def _merged(self, key: Key) -> Tensor:
-        pair, a, b = self._adapters[key]
+        pair, a, b = self._factors(key)
         weight, merged = self._base[key], self._base[key].detach().clone()
         lows = torch.split(a.float(), a.shape[0] // len(pair.num_rows))
         module_of = [number for number, count in enumerate(pair.num_rows) for _ in range(count)]

@@ -23,7 +23,7 @@ from mrl.errors import EngineError
 from mrl.rounding import round_up
 
 PartName = Literal["parameters", "gradients", "optimizer"]
-_FROZEN = "frozen"
+FROZEN = "frozen"
 """Part of a model with adapters: its own weights. They never change, and move together with the parameters."""
 _ALIGNMENT_BYTES = 64
 _C = ctypes.CDLL(None)
@@ -60,7 +60,7 @@ class DeviceMemory:
 
     def share_frozen(self, other: DeviceMemory) -> None:
         """Use the frozen weights of another model in this process. They leave the device when both are offloaded."""
-        part = self._parts[_FROZEN] = other._parts[_FROZEN]
+        part = self._parts[FROZEN] = other._parts[FROZEN]
         part.users.add(id(self))
 
     def offload(self, *names: PartName) -> None:
@@ -123,12 +123,12 @@ class DeviceMemory:
 
     def _moved_with(self, names: Sequence[PartName]) -> list[str]:
         """Return the parts that move if these are moved."""
-        return [*names, *([_FROZEN] if "parameters" in names and _FROZEN in self._parts else [])]
+        return [*names, *([FROZEN] if "parameters" in names and FROZEN in self._parts else [])]
 
     def changed(self) -> None:
         """Mark host copies as outdated, after weights and optimizer state have changed."""
         for name, part in self._parts.items():
-            if name != _FROZEN:
+            if name != FROZEN:
                 part.host_is_current = False
 
     def copy_weights(self) -> WeightCopy:
@@ -173,7 +173,7 @@ class DeviceMemory:
         """Current size of each part on the device."""
         self._look_at_optimizer()
         sizes = {name: part.device_bytes for name, part in self._parts.items()}
-        frozen = sizes.pop(_FROZEN, 0)
+        frozen = sizes.pop(FROZEN, 0)
         return {"parameters": sizes.pop("parameters") + frozen, **sizes}  # type: ignore[dict-item]
 
     def _look_at_optimizer(self) -> None:
@@ -213,7 +213,7 @@ def memory_of(
     }
     untrained = [parameter for parameter in parameters if not parameter.requires_grad]
     if untrained:
-        tensors[_FROZEN] = [*(parameter.data for parameter in untrained), *frozen]  # each has its own storage
+        tensors[FROZEN] = [*(parameter.data for parameter in untrained), *frozen]  # each has its own storage
     else:
         tensors["parameters"] += frozen  # the buffers of the table belong to the weights of a model
     return DeviceMemory(tensors, device, optimizer.state_tensors)

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from mrl.config.lora import LoraConfig
 from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.data.packing import PackingRules, RowCost
 from mrl.dtypes import torch_dtype
+from mrl.engine.base_digest import digest_over_ranks
+from mrl.engine.first_adapters import first_adapters
 from mrl.engine.fp8_base import WeightsToSend
-from mrl.engine.offload import DeviceMemory
+from mrl.engine.offload import FROZEN, DeviceMemory
 from mrl.engine.packed_rows import Lengths, MicroBatch, TokenRows, pack
 from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores, merged
-from mrl.engine.steps import OwnedState, StepOutcome
+from mrl.engine.steps import StepOutcome
 from mrl.errors import EngineError
+from mrl.fsdp.adapters import ShardedAdapters, attach
 from mrl.fsdp.model import Build, RowModel, build
 from mrl.fsdp.optimizer import ShardOptimizer
 from mrl.fsdp.parallel import ShardGroups
 from mrl.fsdp.probe import check_packing
+from mrl.fsdp.training_state import ShardState
 from mrl.fsdp.weights import ShardedWeights
 from mrl.models.hf_reader import HfReader
-from mrl.models.regions import Shape
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Head, Shard, hf_tensors
+from mrl.models.table import SCORE, Head, Shard, hf_tensors
 from mrl.spans import SPANS
 from mrl.weight_sync.row_planner import untrained_tensors
 
@@ -42,6 +48,12 @@ class FsdpRequest:
     settings: MegatronModelConfig
     new_head: bool = False
     """Whether a score head that is missing in the files starts at zero."""
+    seed: int = 0
+    """Seed of new adapters."""
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        return self.settings.lora if isinstance(self.settings, TrainedModelConfig) else None
 
 
 class FsdpEngine:
@@ -50,7 +62,6 @@ class FsdpEngine:
     Call each method on all ranks of the layout, with this rank's data-parallel shard of rows.
     """
 
-    adapters = None
     expert_load = None
     router_replay = None
     memory: DeviceMemory
@@ -62,7 +73,9 @@ class FsdpEngine:
 
     def __init__(self, request: FsdpRequest, groups: ShardGroups) -> None:
         self.request, self.groups = request, groups
+        self.adapters: ShardedAdapters | None = None
         self.optimizer: ShardOptimizer | None = None
+        self._base_digest = ""
         self.watch: Callable[[], AbstractContextManager[None]] | None = None
         """Context of the passes of an update while a step is recorded."""
 
@@ -72,7 +85,7 @@ class FsdpEngine:
 
     @property
     def training_state(self) -> ShardState:
-        return ShardState(self)
+        return ShardState(self.groups, self.weights, self.adapters, self._trained(), self.optimizer)
 
     @property
     def packing(self) -> PackingRules:
@@ -92,25 +105,42 @@ class FsdpEngine:
         request, self.source, settings = self.request, str(reader.path), self.request.settings
         reader.check(request.spec, request.head, request.new_head)
         compute = torch_dtype(settings.dtype)
-        is_trained = isinstance(settings, TrainedModelConfig)
-        stored = torch.float32 if is_trained else compute
-        order = Build(Path(reader.path), request.head, compute, stored, settings.fsdp.recompute)
+        shard, lora = self.groups.shard, request.lora
+        stored = torch.float32 if isinstance(settings, TrainedModelConfig) and lora is None else compute
+        adapts = None if lora is None else partial(attach, request.spec, lora, request.head)
+        order = Build(Path(reader.path), request.head, compute, stored, settings.fsdp.recompute, adapts)
         self.model = build(order, self.groups)
-        shard = self.groups.shard
         tensors = hf_tensors(request.spec, request.head)
         self.weights = ShardedWeights(self.model, tensors, shard.rank(), shard.size())
         self.weights.check_table(untrained_tensors(request.spec))
         self.weights.load(reader)
+        if lora is not None:
+            self.adapters = ShardedAdapters(self.weights, request.spec, lora, shard, compute)
+            self.adapters.fill(first_adapters(request.spec, lora, request.seed))
         check_packing(self.model, self.groups, compute)
-        parameters = [self.weights.local(name) for name in self.weights.parameters]
-        held: dict[str, list[Tensor]] = {"parameters": parameters}
         if isinstance(settings, TrainedModelConfig):
-            self.optimizer = ShardOptimizer(self.weights.parameters, self.weights.decayed(), settings, shard)
-            held |= {"gradients": [], "optimizer": []}
+            decayed = self.weights.decayed() if lora is None else {*self._trained()}  # adapters are matrices
+            self.optimizer = ShardOptimizer(self._trained(), decayed, settings, shard)
         else:
             self.model.requires_grad_(False)
-        states = None if self.optimizer is None else self.optimizer.state_tensors
-        self.memory = DeviceMemory(held, self.groups.device, states)
+        self.memory = self._memory()
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Return the parameters that learn. With adapters, the model itself is frozen, except a score head."""
+        if self.adapters is None:
+            return dict(self.weights.parameters)
+        scores = {name: parameter for name, parameter in self.weights.parameters.items() if name == SCORE}
+        return {**self.adapters.parameters, **scores}
+
+    def _memory(self) -> DeviceMemory:
+        trained, others = self._trained(), self.weights.parameters
+        held = {"parameters": [cast(DTensor, x.detach()).to_local() for x in trained.values()]}
+        if self.adapters is not None:
+            held[FROZEN] = [self.weights.local(name) for name in others if name not in trained]
+        if self.optimizer is None:
+            return DeviceMemory(held, self.groups.device)
+        held |= {"gradients": [], "optimizer": []}
+        return DeviceMemory(held, self.groups.device, self.optimizer.state_tensors)
 
     def held_tensors(self) -> Iterator[tuple[Shard, Tensor]]:
         """Yield the parts of the model's tensors that this rank holds."""
@@ -120,8 +150,21 @@ class FsdpEngine:
         return WeightsToSend({(shard.chunk, shard.name): tensor for shard, tensor in self.held_tensors()})
 
     def base_digest(self) -> str:
-        """Return an empty string: there are no adapters."""
-        return ""
+        """Return the digest of the frozen weights of a model with adapters, otherwise an empty string.
+
+        The first call must be made on all ranks.
+        """
+        if self.adapters is not None and not self._base_digest:
+            groups = self.groups
+            held = (
+                (shard, tensor)
+                for shard, tensor in self.held_tensors()
+                if shard.name != SCORE  # trained whole
+                and (groups.is_first_copy if shard.trained else groups.at.rank == 0)  # all ranks hold the buffers
+            )
+            names = [name for name in self.weights.tensors if name != SCORE]
+            self._base_digest = digest_over_ranks(names, held, groups.device)
+        return self._base_digest
 
     @torch.no_grad()
     def forward(self, rows: TokenRows, micro_batches: Sequence[Lengths], scores: ScoreRequest) -> Scores:
@@ -136,6 +179,8 @@ class FsdpEngine:
     ) -> dict[str, float]:
         """Accumulate gradients of the loss. Return metrics summed over this shard's rows."""
         self.memory.need("parameters", "gradients")
+        if self.adapters is not None and not self.adapters.is_on:
+            raise EngineError("the adapters are off: nothing can be trained until they are on again")
         reports = [self._backward(batch, loss, scores) for batch in self._pack(rows, micro_batches)]
         names = reports[0] if reports else {}
         return {name: float(sum(float(report[name]) for report in reports)) for name in names}
@@ -170,59 +215,3 @@ class FsdpEngine:
     def _pack(self, rows: TokenRows, micro_batches: Sequence[Lengths]) -> Iterator[MicroBatch]:
         for index in micro_batches:
             yield pack(rows.take(index), self.groups.sequence_sharding, self.groups.device)
-
-
-class ShardState:
-    """The state of the engine as a checkpoint has it."""
-
-    lora = None
-
-    def __init__(self, engine: FsdpEngine) -> None:
-        self._engine = engine
-        self._held = {held.shard.name: held for held in engine.weights.held}
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        groups = self._engine.groups
-        return {"strategy": "fsdp", "world_size": groups.mesh.world_size, **asdict(groups.parallel)}
-
-    @property
-    def optimizer(self) -> ShardOptimizer:
-        if self._engine.optimizer is None:
-            raise EngineError("a frozen model has no checkpoint", fix="save the model that is trained")
-        return self._engine.optimizer
-
-    def shapes(self) -> dict[str, Shape]:
-        return dict(self._engine.weights.tensors)
-
-    def shards(self) -> Iterator[tuple[Shard, Tensor]]:
-        return self._engine.weights.shards()
-
-    def owned(self, shard: Shard, tensor: Tensor) -> OwnedState:
-        held = self._held[shard.name]
-        state = self.optimizer.state_of(held.place.name)
-        return OwnedState(0, {kind: held.of(local).flatten() for kind, local in state.items()})
-
-    def set_owned(self, shard: Shard, tensor: Tensor, state: dict[str, Tensor]) -> None:
-        held = self._held[shard.name]
-        for kind, local in self.optimizer.state_of(held.place.name).items():
-            held.of(local).copy_(state[kind].view(shard.shape))
-
-    def writes(self, shard: Shard) -> bool:
-        """Return whether this rank has the first copy of the model."""
-        return self._engine.groups.is_first_copy
-
-    def counts(self, shard: Shard) -> bool:
-        """Return whether this is the first of all ranks with the same part."""
-        return self.writes(shard)
-
-    def gradient(self, shard: Shard, tensor: Tensor) -> Tensor:
-        """Return the gradient of the rank's part of a tensor."""
-        held = self._held[shard.name]
-        return held.of(self._engine.weights.local_gradient(held.place.name))
-
-    def random_trackers(self) -> dict[str, Tensor]:
-        return {}
-
-    def set_random_trackers(self, states: dict[str, Tensor]) -> None:
-        """Do nothing: all randomness is torch's."""

@@ -40,9 +40,11 @@ class Build:
     compute: torch.dtype
     """Dtype of activations and gathered weights."""
     stored: torch.dtype
-    """Dtype of the shards: float32 if the model is trained."""
+    """Dtype of the model's shards: float32 if they are trained."""
     recompute: bool = False
     """Whether backward computes each layer again."""
+    attach: Callable[[RowModel], None] | None = None
+    """Adds parameters in float32 before the model is sharded, and freezes the others."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class RowModel(torch.nn.Module):
         self.causal, self.head, self.vocab = causal, head, int(causal.config.vocab_size)
         self.pg_collection = OwnGroups(groups.tp, groups.cp)
         self.rows = PackedRows(groups.cp)
+        self.applies_adapters = True
+        """Whether the adapters are added, if there are any."""
         self._scale = _logit_scale(causal.config)
         if head == "score":
             self.score_head = _ScoreHead(causal.config.hidden_size, 1, bias=False, device="meta")
@@ -152,6 +156,8 @@ def build(request: Build, groups: ShardGroups) -> RowModel:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(request.stored)
     _refuse_parameters(model)
+    if request.attach is not None:
+        request.attach(model)
     layers = list(_layers(causal))
     if request.recompute:
         for layer in layers:
@@ -195,9 +201,8 @@ def _layers(causal: Any) -> Iterator[torch.nn.Module]:
 
 
 def _shard(model: torch.nn.Module, layers: list[torch.nn.Module], request: Build, groups: ShardGroups) -> None:
-    policy = MixedPrecisionPolicy(
-        param_dtype=request.compute if request.compute != request.stored else None, reduce_dtype=torch.float32
-    )
+    is_mixed = request.compute != request.stored or (request.attach is not None and request.compute != torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=request.compute if is_mixed else None, reduce_dtype=torch.float32)
     for module in (*layers, model):
         fully_shard(module, mesh=groups.shards, mp_policy=policy)
         sharded = cast(FSDPModule, module)

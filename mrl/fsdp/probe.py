@@ -43,8 +43,6 @@ def check_packing(model: RowModel, groups: ShardGroups, compute: torch.dtype) ->
     """Raise an error if packed rows get other scores or gradients than alone. Call this on all ranks."""
     rows = _rows(model.vocab)
     name, config, limits = model.causal.config.model_type, model.causal.config, LIMITS[compute]
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
     _check_masks(model, rows, groups)
     packed = _packed(model, rows, groups)
     together = _take_gradients(model)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from mrl.errors import ModelError, problem_list
 from mrl.fsdp.model import RowModel
+from mrl.models.adapters import ADAPTER_SUFFIXES
 from mrl.models.hf_reader import HfReader
 from mrl.models.regions import Shape, whole
 from mrl.models.row_shards import box_of, row_shards, rows_of_rank
@@ -57,22 +58,23 @@ class ShardedWeights:
 
     def __init__(self, model: RowModel, tensors: Mapping[str, Shape], rank: int, size: int) -> None:
         self.model, self.tensors = model, tensors
-        self.parameters = {_own_name(name): parameter for name, parameter in model.named_parameters()}
+        self.parameters = {
+            _own_name(name): parameter
+            for name, parameter in model.named_parameters()
+            if not name.endswith(ADAPTER_SUFFIXES)  # they are not in the files
+        }
         self.buffers = {_own_name(name): buffer for name, buffer in model.named_buffers()}
-        self.places = _places(model, tensors)
+        self.places = places_of(model, tensors)
         self._rank, self._size = rank, size
         self._check()
         self.held = list(self._held(rank, size))
+        self.rows_of = {held.shard.name: held for held in self.held}
 
     def local(self, name: str) -> Tensor:
         """Return this rank's share of a parameter, or a buffer."""
         if name in self.buffers:
             return self.buffers[name]
         return cast(DTensor, self.parameters[name].data).to_local()
-
-    def local_gradient(self, name: str) -> Tensor:
-        """Return this rank's share of the gradient of a parameter, after it was summed over all ranks."""
-        return cast(DTensor, self.parameters[name].grad).to_local()
 
     def shards(self) -> Iterator[tuple[Shard, Tensor]]:
         for held in self.held:
@@ -150,7 +152,7 @@ def _own_name(name: str) -> str:
     return name.removeprefix("causal.") if name.startswith("causal.") else name.replace("score_head.", "score.")
 
 
-def _places(model: RowModel, tensors: Iterable[str]) -> dict[str, ParameterPlace]:
+def places_of(model: RowModel, tensors: Iterable[str]) -> dict[str, ParameterPlace]:
     """Return the place of each tensor of the files, by the renamings and conversions of transformers."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key

@@ -16,6 +16,7 @@ from mrl.config.schema import ParallelConfig
 from mrl.errors import ModelError
 from mrl.models.families import FAMILIES
 from mrl.models.layout import RankPlace, check_layout
+from mrl.models.open_model import OpenSpec
 from mrl.models.parameters import Parameter, Piece, RowRange
 from mrl.models.regions import Shape
 from mrl.models.spec import ModelSpec
@@ -24,6 +25,8 @@ from mrl.models.table import Shard, layers_of_rank, shard_of
 ADAPTER_SUFFIXES = ("lora_a", "lora_b")
 """Ends of the names of adapters in Megatron's modules."""
 _PREFIX = "base_model.model."
+_NEVER_ADAPTED = {"gate", "router", "shared_expert_gate", "kv_b_proj"}
+"""Matrices that `all-linear` leaves out in every family."""
 ADAPTED = tuple(
     f"{module}.weight"
     for module in (
@@ -114,6 +117,27 @@ def check_targets(spec: ModelSpec, lora: LoraConfig) -> None:
         can = sorted(modules & LoraConfig(rank=1, alpha=1).modules)
         problem = f"modules of a {spec.family} that can have adapters are {', '.join(can)}"
         raise ModelError(f"{problem}; not {', '.join(missing)}", fix="set lora.targets to some of the former")
+
+
+def check_sharded_targets(spec: ModelSpec, lora: LoraConfig) -> None:
+    """Raise an error for targets that cannot have adapters if torch shards the model of transformers."""
+    check_targets(spec, lora)
+    family = FAMILIES[spec.family]
+    names = {
+        name: shape
+        for layers in spec.layers_by_kind().values()
+        for name, shape in family.tensors(spec, layers[0]).items()
+    }
+    if lora.has_expert_targets and any(".experts." in name for name in names):
+        what = f"transformers stacks the experts of {spec.family} in one tensor, so they cannot have adapters yet"
+        raise ModelError(what, fix="name modules of the attention only in lora.targets, or set strategy=megatron")
+    if ALL_LINEAR not in lora.targets or not isinstance(spec, OpenSpec):
+        return
+    matrices = {_module(name) for name, shape in names.items() if len(shape) == 2} - {""}
+    if others := sorted(matrices - lora.modules - _NEVER_ADAPTED):
+        can = ", ".join(sorted(matrices & lora.modules)) or "none"
+        what = f"{ALL_LINEAR} includes {', '.join(others)} of {spec.family}, which cannot have adapters"
+        raise ModelError(what, fix=f"name the targets instead: {can} can have some")
 
 
 def adapter_pairs(spec: ModelSpec, lora: LoraConfig, layout: ParallelConfig, place: RankPlace) -> Iterator[AdapterPair]:

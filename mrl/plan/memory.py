@@ -258,7 +258,7 @@ def _role_at_stage(subject: Planned[Any], name: str, stage: int) -> Role:
     unused = [_unused(name, in_forward)] if is_of_layers else []
     if model.strategy == "fsdp":
         origin = "of the rank's rows, in float32; dropped after the update"
-        train = [item("gradients", held.parameters, origin), *train]
+        train = [item("gradients", held.optimizer // 2, origin), *train]
     train = [activations, *train, _unused(name, kept.kept + working)]
     score = [*score, *unused]
     work = tuple(train) if name in config.trained_roles() else ()

@@ -12,9 +12,10 @@ from mrl.config.resolved.load import AnyTyped, Resolved
 from mrl.config.rules.check import check_sizes
 from mrl.config.rules.fsdp import check_fsdp
 from mrl.config.rules.model_shape import ModelShape, check_model_rules
-from mrl.config.schema import Config
+from mrl.config.schema import Config, TrainedModelConfig
 from mrl.config.sft import AnyConfig
 from mrl.errors import ConfigError, ModelError, Problem
+from mrl.models.adapters import check_sharded_targets
 from mrl.models.families import FAMILIES
 from mrl.models.layout import check_layout
 from mrl.models.megatron_arguments import fused_kernels
@@ -60,6 +61,8 @@ class Planned(Generic[AnyTyped]):
             model = self.config.model_roles()[role]
             if model.strategy == "megatron":
                 require_table(spec, role, FAMILIES)
+            elif isinstance(model, TrainedModelConfig) and model.lora is not None:
+                check_sharded_targets(spec, model.lora)
             check_layout(model.parallel, spec)
         if isinstance(self.config, Config):
             EngineSizes.of(self.config.rollout, self.specs["actor"]).check(self.specs["actor"])

@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from mrl.config.lora import LoraConfig
 from mrl.config.mesh import Mesh
 from mrl.config.schema import MegatronModelConfig, TrainedModelConfig
 from mrl.dtypes import ITEM_BYTES
+from mrl.models.adapters import adapter_tensors
+from mrl.models.regions import Shape
 from mrl.models.row_shards import row_shards
 from mrl.models.spec import ModelSpec
-from mrl.models.table import Head, hf_tensors
+from mrl.models.table import LM_HEAD, SCORE, Head, hf_tensors
 from mrl.plan.activations import StageActivations, forward_activations, layer_bytes, stage_activations
 from mrl.plan.weights import WeightBytes, stage_weights
 from mrl.weight_sync.row_planner import untrained_tensors
@@ -40,11 +44,29 @@ def role_weights(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, head: 
     size = model.fsdp.shard_size or mesh.world_size
     shards = row_shards(hf_tensors(spec, head), untrained_tensors(spec), 0, size)  # no rank holds more than the first
     held = sum(math.prod(shard.shape) for shard in shards if shard.trained)
+    if isinstance(model, TrainedModelConfig) and model.lora is not None:
+        return _with_adapters(spec, model, model.lora, head, size)
     item = 4 if isinstance(model, TrainedModelConfig) else ITEM_BYTES[model.dtype]
-    probe = 2 * held * item + WholeTensors.of(spec, model, head).backward()  # two gradients are compared
+    probe = WholeTensors.of(spec, model, head).compared(held * item)
     if not isinstance(model, TrainedModelConfig):
         return WeightBytes(held * item, 0, 0, 0, 0, 0, probe)
     return WeightBytes(held * 4, 0, held * 8, 0, 0, held * 12, probe)  # gradients exist only during an update
+
+
+def _with_adapters(spec: ModelSpec, model: TrainedModelConfig, lora: LoraConfig, head: Head, size: int) -> WeightBytes:
+    """Return the bytes of a frozen model with adapters: only they and a score head are trained, in float32."""
+    frozen = 0
+    for shard in row_shards(hf_tensors(spec, "lm"), untrained_tensors(spec), 0, size):
+        if shard.trained and not (head == "score" and shard.name == LM_HEAD):
+            frozen += math.prod(shard.shape) * ITEM_BYTES[model.dtype]
+    trained = sum(math.prod(shard.shape) for shard in row_shards(_learning(spec, lora, head), (), 0, size))
+    probe = WholeTensors.of(spec, model, head).compared(trained * 4)
+    return WeightBytes(frozen + trained * 4, 0, trained * 8, 0, 0, trained * 12, probe)
+
+
+def _learning(spec: ModelSpec, lora: LoraConfig, head: Head) -> dict[str, Shape]:
+    """Return the tensors that learn on a frozen model."""
+    return adapter_tensors(spec, lora) | ({SCORE: (1, spec.hidden)} if head == "score" else {})
 
 
 @dataclass(frozen=True)
@@ -58,18 +80,19 @@ class WholeTensors:
     """Elements of the output matrix."""
     item: int
     """Bytes of an element in the compute dtype."""
+    in_layer: int
+    """Elements of the largest layer that learn."""
+    in_root: int
+    in_output: int
 
     @classmethod
     def of(cls, spec: ModelSpec, model: MegatronModelConfig, head: Head) -> WholeTensors:
-        layers: dict[str, int] = {}
-        root = 0
-        for name, shape in hf_tensors(spec, head).items():
-            if match := _LAYER.search(name):
-                layers[match[1]] = layers.get(match[1], 0) + math.prod(shape)
-            else:
-                root += math.prod(shape)
+        layer, root = _layer_and_root(hf_tensors(spec, head))
         output = (spec.vocab if head == "lm" else 1) * spec.hidden
-        return cls(max(layers.values()), root, output, ITEM_BYTES[model.dtype])
+        if not isinstance(model, TrainedModelConfig) or model.lora is None:
+            return cls(layer, root, output, ITEM_BYTES[model.dtype], layer, root, output)
+        in_layer, in_root = _layer_and_root(_learning(spec, model.lora, head))
+        return cls(layer + in_layer, root, output, ITEM_BYTES[model.dtype], in_layer, in_root, in_root)
 
     @property
     def weights(self) -> int:
@@ -78,6 +101,10 @@ class WholeTensors:
     def forward(self, activations: int = 0) -> int:
         """Return the bytes in a forward pass: the root arrives in one buffer and is copied, before layers work."""
         return self.weights + max(0, self.root * self.item - activations)
+
+    def compared(self, gradients: int) -> int:
+        """Return the bytes while two gradients of the rank's rows are compared."""
+        return max(self.forward(), 2 * gradients + self.backward())
 
     @property
     def in_head(self) -> int:
@@ -89,8 +116,20 @@ class WholeTensors:
 
         A layer releases what it kept for backward before the next layer works, while its gradient is summed.
         """
-        in_layers = self.weights + (self.output + self.layer) * self.item + max(0, self.layer * 4 - released)
-        return max(in_layers, self.root * (self.item + 4) - activations)
+        gradients = (self.in_output + self.in_layer) * self.item + max(0, self.in_layer * 4 - released)
+        return max(self.weights + gradients, self.in_root * (self.item + 4) - activations)
+
+
+def _layer_and_root(tensors: Mapping[str, Shape]) -> tuple[int, int]:
+    """Return the elements of the largest layer, and those outside layers."""
+    layers: dict[str, int] = {}
+    root = 0
+    for name, shape in tensors.items():
+        if match := _LAYER.search(name):
+            layers[match[1]] = layers.get(match[1], 0) + math.prod(shape)
+        else:
+            root += math.prod(shape)
+    return max(layers.values()), root
 
 
 def role_activations(
@@ -144,10 +183,17 @@ def exchanged_bytes(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh, *, 
     """Return the bytes that a rank receives in one micro-batch: weights forward and backward, and gradients."""
     size = model.fsdp.shard_size or mesh.world_size
     item = ITEM_BYTES[model.dtype]
-    return spec.num_parameters * (2 * item + 4 if trains else item) * (1 - 1 / size)
+    num_bytes = spec.num_parameters * item * (2 if trains else 1) + 4 * _num_learning(spec, model) * trains
+    return num_bytes * (1 - 1 / size)
 
 
 def copied_bytes(spec: ModelSpec, model: MegatronModelConfig, mesh: Mesh) -> float:
     """Return the bytes that a rank receives in one micro-batch from other copies: sums of its rows of gradients."""
     size = model.fsdp.shard_size or mesh.world_size
-    return 2 * (1 - size / mesh.world_size) * 4 * spec.num_parameters / size
+    return 2 * (1 - size / mesh.world_size) * 4 * _num_learning(spec, model) / size
+
+
+def _num_learning(spec: ModelSpec, model: MegatronModelConfig) -> int:
+    if not isinstance(model, TrainedModelConfig) or model.lora is None:
+        return spec.num_parameters
+    return sum(map(math.prod, adapter_tensors(spec, model.lora).values()))

@@ -19,7 +19,7 @@ from mrl.config.mesh import Mesh
 from mrl.config.resolved.load import in_directories
 from mrl.config.reward import JUDGE, KEY_VARIABLE, URLS_VARIABLE, JudgeConfig, RewardConfig
 from mrl.config.role_kinds import kind_of, writes_tokens
-from mrl.config.schema import Config
+from mrl.config.schema import Config, TrainedModelConfig
 from mrl.controller import RayClassWithInitArgs, RayWorkerGroup, RunContext
 from mrl.controller.traced import TracedProcesses
 from mrl.data.chat import ChatTokenizer, load_tokenizer
@@ -27,6 +27,7 @@ from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.errors import RewardError, WorkerDied
 from mrl.events import EventLog, ModelLoaded, Warned
+from mrl.models.adapters import check_sharded_targets
 from mrl.models.families import FAMILIES, read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.open_model import require_table
@@ -196,6 +197,8 @@ def check_model(setup: ModelSetup) -> None:
     spec = read_spec(setup.path)
     if setup.settings.strategy == "megatron":
         require_table(spec, "the role", FAMILIES)
+    elif isinstance(setup.settings, TrainedModelConfig) and setup.settings.lora is not None:
+        check_sharded_targets(spec, setup.settings.lora)
     HfReader(setup.path).check(spec, setup.head, setup.new_head)
 
 

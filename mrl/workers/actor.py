@@ -168,9 +168,12 @@ class ActorRolloutRefWorker(ModelWorker):
         self._adapters = route.adapters
         if self.engine.adapters is not None and route.adapters is None:
             held = self._merged = self.engine.adapters.merged(held, torch_dtype(route.dtype))
+            self._merged.begin()
         planner = planner_of(spec, groups.parallel, groups.mesh.world_size, route)
         transport = route.transport(self.rank, groups.device)
         self._resharder = Resharder(planner, transport, held, route, (groups.tp, groups.etp))
+        if self._merged is not None:
+            self._merged.forget()
 
     @register(Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int, workers: list[int]) -> ReshardReport:
@@ -184,7 +187,7 @@ class ActorRolloutRefWorker(ModelWorker):
             if self._digest:
                 report = replace(report, adapters=self._digest, adapter_bytes=self._adapter_bytes)
             return report
-        self._merged.forget()
+        self._merged.begin()
         report = self._resharder.send(version, workers)
         loss = self._merged.loss
         self._merged.forget()  # frees the merged tensors

@@ -28,7 +28,7 @@ def make_engine(setup: ModelSetup, groups: Any, actor: Any = None) -> Any:
     if setup.settings.strategy == "fsdp":
         from mrl.fsdp.engine import FsdpEngine, FsdpRequest
 
-        return FsdpEngine(FsdpRequest(spec, setup.head, setup.settings, setup.new_head), groups)
+        return FsdpEngine(FsdpRequest(spec, setup.head, setup.settings, setup.new_head, setup.seed), groups)
     require_table(spec, "its role", FAMILIES)
     from mrl.engine.engine import EngineRequest, MegatronEngine
 

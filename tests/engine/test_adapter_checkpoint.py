@@ -216,14 +216,14 @@ def test_score_head_is_trained_whole_and_saved_with_the_adapters(tmp_path: Path)
 
 
 def test_first_adapters_depend_on_seed_and_name_only(saved: tuple[Case, Path, list[dict[str, Any]]]) -> None:
-    from mrl.engine.adapters import _initial_value
+    from mrl.engine.first_adapters import initial_value
 
     name, lora = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight", LoraConfig(rank=4, alpha=8.0)
-    first = _initial_value(name, (4, 64), lora, 1)
-    assert torch.equal(first, _initial_value(name, (4, 64), lora, 1))
-    assert not torch.equal(first, _initial_value(name, (4, 64), lora, 2))
-    assert not torch.equal(first, _initial_value(name.replace("up", "gate"), (4, 64), lora, 1))
+    first = initial_value(name, (4, 64), lora, 1)
+    assert torch.equal(first, initial_value(name, (4, 64), lora, 1))
+    assert not torch.equal(first, initial_value(name, (4, 64), lora, 2))
+    assert not torch.equal(first, initial_value(name.replace("up", "gate"), (4, 64), lora, 1))
     assert 0.1 < float(first.abs().max()) <= 1 / 8
-    gaussian = _initial_value(name, (64, 64), replace(lora, rank=64, init="gaussian"), 1)
+    gaussian = initial_value(name, (64, 64), replace(lora, rank=64, init="gaussian"), 1)
     assert float(gaussian.std()) == pytest.approx(1 / 64, rel=0.1)
-    assert not _initial_value(name.replace("lora_A", "lora_B"), (96, 4), lora, 1).any()
+    assert not initial_value(name.replace("lora_A", "lora_B"), (96, 4), lora, 1).any()

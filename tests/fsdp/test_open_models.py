@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from mrl.cli.main import main
 from mrl.config.mesh import Mesh
@@ -22,8 +21,6 @@ from mrl.models.families import FAMILIES, read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.open_model import OpenSpec, require_table
 from mrl.models.rollout_table import EngineSizes
-from mrl.plan.known_models import known_config, known_models, model_spec
-from mrl.plan.open_tensors import OPEN_FAMILIES
 from mrl.verify.parity import Difference, ParityCase, transformers_scores
 from mrl.verify.spawn import run_distributed
 from mrl.weight_sync.row_planner import RowPlanner
@@ -125,16 +122,3 @@ def test_commands_that_need_a_table_refuse_such_a_model(tmp_path: Path, capsys: 
     assert '"granite" has no table, which strategy=megatron needs' in said
     assert "set strategy=fsdp for actor" in said
     assert main(["plan", str(config), "actor.strategy=fsdp"]) == 0
-
-
-def test_tensors_of_models_known_by_name_are_those_of_transformers() -> None:
-    names = [name for name, family in known_models().items() if family in OPEN_FAMILIES]
-    assert names
-    for name in names:
-        values = known_config(name)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
-        spec = model_spec(name)
-        assert isinstance(spec, OpenSpec)
-        assert dict(spec.weights) == {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-        assert spec.architecture == type(model).__name__

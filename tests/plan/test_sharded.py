@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mrl.cli.main import main
+from mrl.config.lora import LoraConfig
 from mrl.config.mesh import Mesh
 from mrl.config.schema import FsdpConfig, MegatronModelConfig, ParallelConfig, TrainedModelConfig
+from mrl.models.adapters import adapter_tensors
 from mrl.models.small import small_config
 from mrl.plan.known_models import known_config, model_spec
 from mrl.plan.shard_layouts import shard_layouts
@@ -32,6 +36,21 @@ def test_a_rank_holds_twelve_bytes_of_each_of_its_parameters() -> None:
     assert node.total == pytest.approx(2 * held.total, rel=1e-3)
     frozen = MegatronModelConfig(strategy="fsdp", max_tokens_per_device=1)
     assert role_weights(SPEC, frozen, Mesh(8), "lm", 0).total == pytest.approx(2 * SPEC.num_parameters / 8, rel=1e-3)
+
+
+def test_a_frozen_model_has_only_the_state_of_its_adapters() -> None:
+    plain, lora = trained(), LoraConfig(rank=32, alpha=64)
+    adapted = replace(plain, lora=lora)
+    learning = sum(math.prod(shape) for shape in adapter_tensors(SPEC, lora).values())
+    held = role_weights(SPEC, adapted, Mesh(8), "lm", 0)
+    assert held.parameters == pytest.approx((2 * SPEC.num_parameters + 4 * learning) / 8, rel=1e-3)
+    assert held.optimizer == 8 * learning / 8
+    assert held.checkpoint == 12 * learning / 8
+    whole = WholeTensors.of(SPEC, adapted, "lm")
+    assert whole.backward() == whole.weights + whole.in_layer * (2 + 4), "the output matrix has no gradient"
+    assert held.building == whole.forward(), "the comparison needs less: only adapters have gradients"
+    assert exchanged_bytes(SPEC, adapted, Mesh(8), trains=True) == (4 * SPEC.num_parameters + 4 * learning) * 7 / 8
+    assert copied_bytes(SPEC, replace(trained(shard_size=4), lora=lora), Mesh(8)) == learning
 
 
 def test_whole_weights_are_two_layers_and_the_root() -> None:

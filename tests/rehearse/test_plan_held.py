@@ -83,3 +83,9 @@ def test_a_sharded_model_needs_what_is_planned(tmp_path: Path) -> None:
     """Also while it is loaded and compared with transformers, and when its rows go to engines."""
     model = shortened(tmp_path / "model", "Qwen2.5-7B", 4)
     check(CONFIGS / "grpo-qwen2.5-7b-fsdp-1n8g.yaml", "actor", (f"model.path={model}",))
+
+
+def test_adapters_of_a_sharded_model_need_what_is_planned(tmp_path: Path) -> None:
+    model = shortened(tmp_path / "model", "Qwen2.5-7B", 4)
+    changes = (f"model.path={model}", "actor.lora={rank: 32, alpha: 64}")
+    check(CONFIGS / "grpo-qwen2.5-7b-fsdp-1n8g.yaml", "actor", changes)

@@ -116,6 +116,20 @@ def test_grpo_of_a_model_without_a_table(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
+@pytest.mark.parametrize("sync", ["adapters", "merged"])
+def test_adapters_have_the_figures_of_megatron(config: Path, sync: str) -> None:
+    lora = (*GRPO, f"actor.lora={{rank: 4, alpha: 8, sync: {sync}}}", "actor.optimizer.lr=1e-2", "sync.offload=false")
+    expected = train(config, f"lora-megatron-{sync}", *lora, "actor.strategy=megatron")
+    found = train(config, f"lora-fsdp-{sync}", *lora)
+    assert_same(found, expected)
+    assert max(line[MISMATCH] for line in found if MISMATCH in line) < 1e-4, "the engine has the trained adapters"
+    assert found[2]["actor/kl_loss"] > 1e-6 > found[0]["actor/kl_loss"], "the reference is the model without adapters"
+    if sync == "adapters":
+        assert [line["sync/bytes_between_ranks"] > 0 for line in found] == [True, False, False]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.on_demand) for kind in ("rm", "dpo"))])
 def test_supervised_training_has_the_figures_of_megatron(kind: str, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"

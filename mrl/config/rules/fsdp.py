@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from mrl.config.arithmetic import role_devices
 from mrl.config.fsdp import OPTIMIZER_DEFAULTS, FsdpConfig
+from mrl.config.lora import LoraConfig
 from mrl.config.rules.problems import nearest, problem
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig, TrainedModelConfig
 from mrl.config.sft import AnyConfig
@@ -92,8 +93,7 @@ def _settings(config: AnyConfig, role: str, model: MegatronModelConfig) -> Itera
     if "lr" not in model.optimizer:
         yield problem(f"{role}.optimizer.lr", "is missing: there is no default learning rate", "set it")
     if model.lora is not None:
-        what = "strategy=fsdp trains all weights: adapters are not built yet"
-        yield problem(f"{role}.lora", what, f"{role}.lora=null, or {role}.strategy=megatron")
+        yield from _adapters(f"{role}.lora", role, model.lora)
     if model.router_bias_update_rate:
         key = f"{role}.router_bias_update_rate"
         what = f"{model.router_bias_update_rate:g}, but strategy=fsdp leaves the biases of routers unchanged"
@@ -101,6 +101,15 @@ def _settings(config: AnyConfig, role: str, model: MegatronModelConfig) -> Itera
     if isinstance(config, Config) and role == "actor" and config.algorithm.router_replay != "none":
         what = f"{config.algorithm.router_replay}, but strategy=fsdp cannot give tokens the experts of another pass"
         yield problem("algorithm.router_replay", what, "algorithm.router_replay=none, or actor.strategy=megatron")
+
+
+def _adapters(key: str, role: str, lora: LoraConfig) -> Iterator[Problem]:
+    if lora.base == "actor":
+        what = "strategy=fsdp shards each role's own model, so no two roles can share one"
+        yield problem(f"{key}.base", what, f"{key}.base=own, or strategy=megatron for both roles")
+    if lora.base_quantization is not None:
+        what = f"{lora.base_quantization}, but strategy=fsdp cannot keep a frozen model in FP8"
+        yield problem(f"{key}.base_quantization", what, f"{key}.base_quantization=null, or {role}.strategy=megatron")
 
 
 def _unread(role: str, model: MegatronModelConfig) -> Iterator[Problem]:

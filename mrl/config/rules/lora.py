@@ -70,7 +70,8 @@ def _base_of_actor(config: AnyConfig, role: str) -> Iterator[Problem]:
     if places["critic"] != places["actor"]:
         what = f"the critic is in the pool {places['critic']}, and the actor in {places['actor']}"
         yield problem(key, what, f"placement.roles.critic={places['actor']}")
-    for name in ("dtype", "megatron", *_LORA_OF_BASE, *(f"parallel.{axis.name}" for axis in fields(critic.parallel))):
+    axes = [f"parallel.{axis.name}" for axis in fields(critic.parallel)]
+    for name in ("strategy", "dtype", "megatron", *_LORA_OF_BASE, *axes):
         if name in _LORA_OF_BASE and actor.lora is None:
             continue
         mine, other = (attrgetter(name)(model) for model in (critic, actor))
@@ -98,6 +99,10 @@ def check_lora_targets(config: AnyConfig, role: str, num_experts: int | None, ki
         if num_experts is not None and config.cluster.device == "cpu":
             reasons.append("on a CPU, vLLM applies no adapters in a model with experts")
         yield from (problem(f"{role}.lora.sync", reason, f"{role}.lora.sync=merged") for reason in reasons[:1])
+    if has_expert_adapters and model.strategy == "fsdp":
+        what = "strategy=fsdp takes the experts of a layer as one tensor, which cannot have adapters yet"
+        fix = f"{role}.lora.targets with modules of the attention only, such as o_proj, or {role}.strategy=megatron"
+        yield problem(f"{role}.lora.targets", what, fix)
     if num_experts is not None and model.lora.base == "actor":
         what = "routers of a model with experts count the tokens of one role only"
         yield problem(f"{role}.lora.base", what, f"{role}.lora.base=own")
