@@ -114,7 +114,7 @@ def _data_parallel(config: Config) -> Iterator[Problem]:
 
 def _stages(config: Config) -> Iterator[Problem]:
     """Yield a problem for each setting that engines with several stages do not support."""
-    pp, lora = config.rollout.pp, config.actor.lora
+    pp = config.rollout.pp
     if pp == 1:
         return
     if config.rollout.engine != "vllm":
@@ -123,9 +123,6 @@ def _stages(config: Config) -> Iterator[Problem]:
     if config.algorithm.router_replay == "R3":
         what = f"R3, but vLLM does not return routes from engines with {pp} stages"
         yield problem("algorithm.router_replay", what, "rollout.pp=1, or algorithm.router_replay=R2")
-    if lora is not None and lora.sync == "adapters":
-        what = f"adapters: adapters in engines with {pp} stages have not been compared with the trainer's"
-        yield problem("actor.lora.sync", what, "actor.lora.sync=merged, or rollout.pp=1")
 
 
 def _sampled_ahead(config: Config) -> Iterator[Problem]:
