@@ -60,9 +60,9 @@ class WorkerExtension:
         if get_tensor_model_parallel_rank() == 0:
             self.route_recorder = RouteRecorder(self.model_runner)  # type: ignore[attr-defined]
 
-    def take_routes(self, requests: Sequence[str]) -> list[Routes]:
-        """Return the routes of these finished requests, on the first rank."""
-        return self.route_recorder.take(requests) if get_tensor_model_parallel_rank() == 0 else []
+    def take_routes(self, requests: Sequence[str]) -> dict[str, Routes]:
+        """Return the routes of the finished requests that this worker has computed, on the first tensor rank."""
+        return self.route_recorder.take(requests) if get_tensor_model_parallel_rank() == 0 else {}
 
     def forget_routes(self) -> None:
         if get_tensor_model_parallel_rank() == 0:

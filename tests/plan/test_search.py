@@ -131,8 +131,9 @@ def test_stages_are_tried_over_nodes_and_data_parallel_ranks_within_one() -> Non
 
 
 def test_splits_that_a_rule_forbids_are_not_tried() -> None:
-    """vLLM returns no routes from engines with stages, and data-parallel ranks have not been compared with them."""
-    assert engine_splits(subject_of("grpo-deepseek-v3-32n8g")) == {(tp, 1, 1) for tp in (1, 2, 4, 8, 16, 32)}
+    """vLLM returns no routes from engines with stages."""
+    tensor_ranks, data_parallel = {(tp, 1, 1) for tp in (1, 2, 4, 8, 16, 32)}, {(1, 1, dp) for dp in (2, 4, 8)}
+    assert engine_splits(subject_of("grpo-deepseek-v3-32n8g")) == tensor_ranks | data_parallel
 
 
 def test_the_judge_keeps_its_devices() -> None:
