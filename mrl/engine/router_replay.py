@@ -102,7 +102,7 @@ class RouterReplay:
     def __init__(self, chunks: Sequence[TokenModel], spec: ModelSpec, groups: ParallelGroups) -> None:
         assert spec.moe is not None, "only a mixture has routers"
         self._groups, self._records = groups, False
-        layers = [layer for layer in range(spec.num_layers) if spec.has_experts(layer)]
+        self._layers = layers = [layer for layer in range(spec.num_layers) if spec.has_experts(layer)]
         self._counts_L2 = torch.zeros(len(layers), 2, dtype=torch.int64, device=groups.device)
         self._num_chosen, self._dtype = spec.moe.experts_per_token, routes_dtype(spec)
         self._recorded: list[MicroBatch] = []
@@ -176,18 +176,18 @@ class RouterReplay:
         return routes_TLK
 
     def take_difference(self) -> dict[str, float]:
-        """Return the share of tokens and layers for which the routers would have chosen other experts, and that of the
-        worst layer; then start again. Call this on all ranks."""
+        """Return the share of tokens and layers for which the routers would have chosen other experts, that of the
+        worst layer, and that of each layer; then start again. Call this on all ranks."""
         counts_L2 = self._counts_L2.clone()
         self._counts_L2.zero_()
         torch.distributed.all_reduce(counts_L2)
-        counts = counts_L2[counts_L2[:, 0] > 0].double()
-        if not len(counts):
+        num_routed, num_others = counts_L2.double().T.tolist()
+        if not sum(num_routed):
             return {}
-        return {
-            "other_experts": float(counts[:, 1].sum() / counts[:, 0].sum()),
-            "other_experts_worst": float((counts[:, 1] / counts[:, 0]).max()),
-        }
+        layers = zip(self._layers, num_routed, num_others, strict=True)
+        by_layer = {f"other_experts/layer_{layer}": others / routed for layer, routed, others in layers}
+        worst = max(by_layer.values())
+        return {"other_experts": sum(num_others) / sum(num_routed), "other_experts_worst": worst, **by_layer}
 
     def _all(self) -> list[ReplayedRouter]:
         return [router for routers in self._routers.values() for _, router in routers]

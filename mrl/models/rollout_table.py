@@ -216,19 +216,21 @@ def is_linear(tensor: Fused) -> bool:
 
 
 @cache
-def adapter_slot_bytes(spec: ModelSpec, tp: int, rank: int, dtype: str) -> int:
-    """Return the bytes of the first worker's slot for adapters: an A and a B for each module of the files, also if it
-    is not a target."""
+def adapter_slot_bytes(spec: ModelSpec, tp: int, rank: int, dtype: str, pp: int = 1) -> int:
+    """Return the bytes of the slot for adapters of the first worker in the stage with the largest slot: an A and a B
+    for each module of the files, also if it is not a target."""
     if rank == 0:
         return 0
-    elements = 0
+    elements = [0] * pp
     for layers in spec.layers_by_kind().values():
         for tensor in layer_tensors(spec, EngineSizes(tp), 0, layers[0]):
             module = tensor.name.removesuffix(".weight").rpartition(".")[2]
             if num_parts := ENGINE_TARGETS.get(module):
                 rows, columns = tensor.shape
-                elements += len(layers) * padded_rank(rank) * (num_parts * columns + rows)
-    return elements * ITEM_BYTES[dtype]
+                of_layer = padded_rank(rank) * (num_parts * columns + rows)
+                for stage in range(pp):
+                    elements[stage] += of_layer * len({*layers} & {*stage_layers(spec.num_layers, pp, stage)})
+    return max(elements) * ITEM_BYTES[dtype]
 
 
 def embedding_tensors(spec: ModelSpec, sizes: EngineSizes, rank: int) -> Iterator[Fused]:

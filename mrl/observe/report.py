@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import cycle
+from statistics import fmean
 from typing import Any
 
 from mrl.observe.figures import bounds_of, is_bound, shown_figure
@@ -42,6 +43,7 @@ _TITLES = {
     "perf/throughput": "tokens per second and device",
 }
 """Figures that are drawn, besides the score of each reward function and all validation metrics."""
+_LAYER = re.compile(r"(mismatch|actor)/other_experts/layer_(\d+)")
 _WIDTH, _HEIGHT, _MARGIN = 340, 140, 34
 _LEAST_OF_A_LINE, _MOST_WITH_DOTS = 3, 20
 """Numbers of points. A line through two points would suggest measurements in between."""
@@ -150,6 +152,7 @@ def render_report(
         f"<h1>{escape(name)}</h1><p>{_summary(lines, len(steps))}</p>{_ended(ending)}",
         f"<h2>Health</h2>{_health(lines)}",
         f"<h2>Curves</h2>{_curves({name: lines})}",
+        *_routed(steps),
         f"<h2>Where the seconds of a step went</h2>{_phases(steps)}",
         *(f"<h2>Samples of {escape(step_name)}</h2>{_samples(rows)}" for step_name, rows in samples.items()),
         f"<h2>Configuration</h2><pre>{escape(configuration)}</pre>",
@@ -266,6 +269,25 @@ def _bar(shares: Mapping[str, float], colors: Mapping[str, str]) -> str:
         parts.append(f"<rect {box}>{label}</rect>")
         left += share
     return f'<svg viewBox="0 0 1000 20" preserveAspectRatio="none" width="100%" height="20">{"".join(parts)}</svg>'
+
+
+def _routed(lines: Lines) -> Iterator[str]:
+    """Yield a section of a run with router replay: each layer's share of tokens with other experts, over all steps."""
+    shares = defaultdict[int, dict[str, list[float]]](dict)
+    for line in lines:
+        for name, share in line.items():
+            if (match := _LAYER.fullmatch(name)) is not None and share is not None:
+                shares[int(match[2])].setdefault(match[1], []).append(share)
+    if not shares:
+        return
+    columns = {"mismatch": "old log-probs", "actor": "updates"}
+    head = "".join(f"<th>{title}</th>" for title in columns.values())
+    rows = ""
+    for layer, of_layer in sorted(shares.items()):
+        means = [fmean(of_layer[part]) if part in of_layer else None for part in columns]
+        cells = "".join("<td></td>" if mean is None else f"<td>{100 * mean:.2f} %</td>" for mean in means)
+        rows += f"<tr><td>{layer}</td>{cells}</tr>"
+    yield f"<h2>Tokens with other experts, by layer</h2><table><tr><th>layer</th>{head}</tr>{rows}</table>"
 
 
 def _samples(samples: Sequence[Mapping[str, Any]]) -> str:

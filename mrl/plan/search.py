@@ -21,8 +21,8 @@ from mrl.config.reward import JUDGE
 from mrl.config.schema import Config, MegatronModelConfig, ParallelConfig, RolloutConfig
 from mrl.errors import ModelError, counted
 from mrl.models.layout import check_layout
-from mrl.models.rollout_table import EngineSizes
 from mrl.models.spec import ModelSpec
+from mrl.plan.engine_splits import engine_splits
 from mrl.plan.memory import MemoryPlan, Role, gib, plan_memory, role_stages
 from mrl.plan.plan_input import PlanInput, make_plan_input
 from mrl.plan.shard_layouts import shard_layouts
@@ -145,7 +145,6 @@ def _more_nodes(subject: PlanInput, factor: int) -> Changes:
 # --- the fastest that fit ---------------------------------------------------------------------------------------------
 
 _SIZES, _CHUNKS, _MAX_STAGES = (1, 2, 4, 8), (1, 2), 32
-_ENGINE_NODES = 2, 4
 _UTILIZATIONS, _OWN_UTILIZATIONS = (0.5, 0.6, 0.7, 0.8, 0.85), (0.9,)
 _MAX_TRIED = 5_000
 
@@ -341,24 +340,11 @@ def _stages(num_layers: int) -> Iterator[tuple[int, int | None, int | None]]:
 
 
 def _engine_options(placed: PlanInput, lengths: Lengths) -> Iterator[Option]:
-    roles = placed.config.placement.roles
-    devices = placed.config.placement.pools[roles.get("rollout", roles["actor"])]
-    shares = _OWN_UTILIZATIONS if "rollout" in roles else _UTILIZATIONS
-    here = placed.config.cluster.devices_per_node
-    for tp in (*_SIZES, *(num_nodes * here for num_nodes in _ENGINE_NODES)):
-        try:
-            EngineSizes(tp).check(placed.specs["actor"])
-        except ModelError:
-            continue
-        if devices % tp:
-            continue
+    shares = _OWN_UTILIZATIONS if "rollout" in placed.config.placement.roles else _UTILIZATIONS
+    for layout in engine_splits(placed, _SIZES):
         fastest = float("inf")
         for share in shares:  # a larger share that is not faster only uses memory
-            changes = {"rollout.tp": tp, "rollout.vllm.gpu_memory_utilization": share}
-            if placed.config.rollout.pp > 1:
-                changes["rollout.pp"] = 1  # stages add room for the cache, but no speed
-            if placed.config.rollout.dp > 1:
-                changes["rollout.dp"] = 1
+            changes = layout | {"rollout.vllm.gpu_memory_utilization": share}
             subject = placed.with_changes_unchecked(changes)
             if (seconds := rollout_phase(subject, lengths).seconds) < fastest:
                 fastest = seconds

@@ -83,7 +83,7 @@ class EngineDemand:
 
     @property
     def adapter_bytes(self) -> int:
-        return adapter_slot_bytes(self.spec, self.tp, self.adapter_rank, self.dtype)
+        return adapter_slot_bytes(self.spec, self.tp, self.adapter_rank, self.dtype, self.pp)
 
     @property
     def utilization(self) -> float:

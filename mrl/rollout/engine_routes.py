@@ -52,7 +52,12 @@ class EngineRoutes:
             return []
         numbers = [self._numbers.pop(sample.key) for sample in samples]
         if self._records:
-            routes = self._on_workers("take_routes", requests=numbers)[0]
+            by_request: dict[str, Any] = {}
+            for of_worker in self._on_workers("take_routes", requests=numbers):
+                by_request |= of_worker
+            if missing := {*numbers} - by_request.keys():
+                raise RolloutError("no worker has recorded the routes of a sample", where=min(missing))
+            routes = [by_request[number] for number in numbers]
         else:
             routes = [self._of_layers(output) for output in outputs]
         lengths = [len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1 for output in outputs]

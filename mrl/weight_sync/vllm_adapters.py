@@ -8,6 +8,7 @@ number, so that samples under way continue with the new version.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from mrl.config.lora import ENGINE_TARGETS, padded_rank
 
 ADAPTER = 1
 """vLLM's number of the adapter."""
+
+_LAYER_OF_A = re.compile(r"\.layers\.(\d+)\..+\.lora_A\.")
 
 
 def adapter_directory(shared: Path, version: int) -> Path:
@@ -46,10 +49,11 @@ def adapters_digest(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def num_pairs(file: Path) -> int:
-    """Return the number of adapters in a file, each an A and a B."""
+def num_pairs(file: Path, layers: range) -> int:
+    """Return the number of adapters in a file for these layers, each an A and a B."""
     with safe_open(file, framework="pt") as adapters:
-        return sum(1 for name in adapters.keys() if ".lora_A." in name)  # noqa: SIM118  # not a dictionary
+        found = [_LAYER_OF_A.search(name) for name in adapters.keys()]  # noqa: SIM118  # not a dictionary
+    return sum(match is not None and int(match[1]) in layers for match in found)
 
 
 def slot_problem(manager: Any, number: int, expected: int) -> str:

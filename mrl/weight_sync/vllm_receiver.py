@@ -43,11 +43,12 @@ class WorkerExtension:
         self.model_runner.lora_manager._adapter_manager._last_mapping = None  # type: ignore[attr-defined]
 
     def loaded_adapters(self, directory: str) -> str:
-        """Return how this worker's slot differs from the adapters in a directory, and the digest of their file, as
-        JSON."""
-        file = Path(directory) / TENSORS_FILE
-        manager = self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
-        return json.dumps([slot_problem(manager, ADAPTER, num_pairs(file)), adapters_digest(file)])
+        """Return how this worker's slot differs from the adapters of its stage in a directory, and the digest of their
+        file, as JSON."""
+        file, runner = Path(directory) / TENSORS_FILE, self.model_runner  # type: ignore[attr-defined]
+        layers = range(*runner.model_config.get_layers_start_end_indices(runner.parallel_config))
+        problem = slot_problem(runner.lora_manager._adapter_manager, ADAPTER, num_pairs(file, layers))
+        return json.dumps([problem, adapters_digest(file)])
 
     def frozen_problem(self) -> str:
         """Return how this worker's weights differ from those of the last transfer; empty if they do not."""
@@ -59,9 +60,9 @@ class WorkerExtension:
         if get_tensor_model_parallel_rank() == 0:
             self.route_recorder = RouteRecorder(self.model_runner)  # type: ignore[attr-defined]
 
-    def take_routes(self, requests: Sequence[str]) -> list[Routes]:
-        """Return the routes of these finished requests, on the first rank."""
-        return self.route_recorder.take(requests) if get_tensor_model_parallel_rank() == 0 else []
+    def take_routes(self, requests: Sequence[str]) -> dict[str, Routes]:
+        """Return the routes of the finished requests that this worker has computed, on the first tensor rank."""
+        return self.route_recorder.take(requests) if get_tensor_model_parallel_rank() == 0 else {}
 
     def forget_routes(self) -> None:
         if get_tensor_model_parallel_rank() == 0:

@@ -33,17 +33,24 @@ class RouteRecorder:
         self._routes: dict[str, Routes] = {}
         self._spans: list[tuple[str, int, int]] = []
         """Requests of the pass under way, with their first token and the number of their tokens."""
-        prepare = model_runner._prepare_inputs
+        prepare, dummy_run = model_runner._prepare_inputs, model_runner._dummy_run
 
         def prepare_and_note(scheduler_output: Any, num_scheduled: Any) -> Any:
             self._begin(num_scheduled.tolist())
             return prepare(scheduler_output, num_scheduled)
 
-        model_runner._prepare_inputs = prepare_and_note
+        def run_without_requests(*arguments: Any, **options: Any) -> Any:
+            self._spans = []
+            return dummy_run(*arguments, **options)
 
-    def take(self, requests: Sequence[str]) -> list[Routes]:
-        """Return the routes of finished requests by their tokens, without the last one, which no pass has computed."""
-        return [self._routes.pop(request) for request in requests]
+        model_runner._prepare_inputs, model_runner._dummy_run = prepare_and_note, run_without_requests
+
+    def take(self, requests: Sequence[str]) -> dict[str, Routes]:
+        """Return the routes of finished requests by their tokens, without the last one, which no pass has computed.
+
+        Requests of other data-parallel ranks are not in the result.
+        """
+        return {request: self._routes.pop(request) for request in requests if request in self._routes}
 
     def forget(self) -> None:
         self._routes.clear()
@@ -60,7 +67,7 @@ class RouteRecorder:
                 self._routes[request] = new if before is None else np.concatenate([before, new])
 
     def _record(self, position: int, experts_TK: Tensor) -> None:
-        if not self._spans:  # a pass without requests, at the start of the engine
+        if not self._spans:  # a pass without requests
             return
         routed, scheduled = len(experts_TK), sum(number for _, _, number in self._spans)
         if routed != scheduled:

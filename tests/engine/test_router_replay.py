@@ -90,7 +90,7 @@ class ForcedRouter:
         return logits_TE, self.scaling * weights_TK / weights_TK.sum(1, keepdim=True), chosen_TK
 
 
-def transformers_gradients(path: Path) -> tuple[list[float], dict[str, Floats], float]:
+def transformers_gradients(path: Path) -> tuple[list[float], dict[str, Floats], dict[str, float]]:
     from transformers import AutoModelForCausalLM  # not for the ranks, which import this module
 
     spec = read_spec(path)
@@ -117,8 +117,11 @@ def transformers_gradients(path: Path) -> tuple[list[float], dict[str, Floats], 
     log_probs = torch.cat(scores)
     (-log_probs.sum() / 100).backward()  # the loss of `negative_score`
     found = {name: weight.grad.numpy() for name, weight in model.named_parameters() if weight.grad is not None}
-    num_forced = len(layers) * int((rows.routes[:, 0, 0] >= 0).sum())
-    return log_probs.tolist(), found, sum(router.num_others for router in routers) / num_forced
+    num_forced = int((rows.routes[:, 0, 0] >= 0).sum())
+    shares = [router.num_others / num_forced for router in routers]
+    names = [f"other_experts/layer_{layer}" for layer in layers]
+    whole = {"other_experts": sum(shares) / len(shares), "other_experts_worst": max(shares)}
+    return log_probs.tolist(), found, whole | dict(zip(names, shares, strict=True))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -129,8 +132,10 @@ def test_forced_experts_give_the_gradients_of_transformers(family: str, tmp_path
     expected, expected_gradients, others = transformers_gradients(path)
     ((log_probs, found, share),) = run_distributed(1, gradients, str(path), timeout_s=LIMIT_S)
     assert log_probs == pytest.approx(expected, abs=2e-5)
-    assert share["other_experts"] == pytest.approx(others)
-    assert share["other_experts_worst"] >= share["other_experts"] > 0.5, "random experts are rarely the router's own"
+    assert share == pytest.approx(others)
+    assert share["other_experts"] > 0.5, "random experts are rarely the router's own"
+    by_layer = [others[name] for name in others if "layer" in name]
+    assert len({*by_layer}) == len(by_layer) > 1, "the layers can be told apart"
     compared = 0
     found["model.embed_tokens.weight"][0] = 0.0  # the padding token, which transformers does not train
     for name, gradient in found.items():

@@ -83,6 +83,18 @@ def test_what_never_changes_is_named_and_not_drawn() -> None:
     assert "explained variance" not in page, "it was not measured"
 
 
+def test_layers_with_other_experts_are_a_table() -> None:
+    lines = [
+        line(1, **{"mismatch/other_experts/layer_10": 0.5, "mismatch/other_experts/layer_9": 0.25}),
+        line(2, **{"mismatch/other_experts/layer_10": 0.0, "actor/other_experts/layer_10": 0.125}),
+    ]
+    page = render_report("run", lines, {}, "")
+    head = "<tr><th>layer</th><th>old log-probs</th><th>updates</th></tr>"
+    rows = "<tr><td>9</td><td>25.00 %</td><td></td></tr><tr><td>10</td><td>25.00 %</td><td>12.50 %</td></tr>"
+    assert f"<h2>Tokens with other experts, by layer</h2><table>{head}{rows}</table>" in page
+    assert "other experts" not in render_report("run", [line(1)], {}, "")
+
+
 def test_validation_is_drawn_where_it_was_measured() -> None:
     lines: list[dict[str, Any]] = [{"step": 0, "val/score/mean@4": 0.25}, line(1), line(2, **{"val/score/mean@4": 0.5})]
     page = render_report("run", lines, {}, "")

@@ -101,11 +101,39 @@ def test_layout_of_the_reference_can_be_typed_though_it_follows_the_actor() -> N
 
 
 def test_a_model_that_no_machine_holds_gets_engines_over_two() -> None:
-    """The weights of Llama-3.1-405B alone are larger than eight H100."""
-    resolved = load_config(str(CONFIGS / "grpo-llama3.1-405b-18n8g.yaml"), [])
-    subject = make_plan_input(resolved, "h100")
-    fastest = search(subject, assumed_lengths(subject.config), max_found=1).found[0]
-    assert fastest.changes["rollout.tp"] == 16
+    """The weights of Llama-3.1-405B alone are larger than eight H100. Two stages send less than 16 tensor ranks."""
+    file = str(CONFIGS / "grpo-llama3.1-405b-18n8g.yaml")
+    subject = make_plan_input(load_config(file, []), "h100")
+    lengths = assumed_lengths(subject.config)
+    fastest = search(subject, lengths, max_found=1).found[0]
+    assert (fastest.changes["rollout.tp"], fastest.changes["rollout.pp"]) == (8, 2)
+    again = make_plan_input(load_config(file, shlex.split(subject.overrides(fastest.changes))), "h100")
+    assert again.config.rollout.pp == 2
+    assert not plan_memory(again).shortages
+    assert plan_time(again, lengths).seconds == pytest.approx(fastest.time.seconds)
+
+
+def engine_splits(subject: PlanInput) -> set[tuple[int, int, int]]:
+    """The tensor ranks, stages and data-parallel ranks of all engines that the search tries on the whole machines."""
+    placement = next(placements(subject, assumed_lengths(subject.config)))
+    changes = [option.changes for option in placement.parts["rollout"]]
+    return {(given["rollout.tp"], given["rollout.pp"], given["rollout.dp"]) for given in changes}
+
+
+def test_stages_are_tried_over_nodes_and_data_parallel_ranks_within_one() -> None:
+    mixture = "grpo-deepseek-v3-32n8g"
+    splits = engine_splits(subject_of(mixture, algorithm__router_replay="none"))
+    over_two, over_four = {(1, 16), (2, 8), (4, 4), (8, 2)}, {(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)}
+    assert {(tp, pp) for tp, pp, _ in splits if pp > 1} == over_two | over_four
+    assert {split for split in splits if split[2] > 1} == {(1, 1, 2), (1, 1, 4), (1, 1, 8)}
+    dense = engine_splits(subject_of("grpo-llama3.1-405b-18n8g"))
+    assert all(dp == 1 for _, _, dp in dense), "there are no experts to share"
+
+
+def test_splits_that_a_rule_forbids_are_not_tried() -> None:
+    """vLLM returns no routes from engines with stages."""
+    tensor_ranks, data_parallel = {(tp, 1, 1) for tp in (1, 2, 4, 8, 16, 32)}, {(1, 1, dp) for dp in (2, 4, 8)}
+    assert engine_splits(subject_of("grpo-deepseek-v3-32n8g")) == tensor_ranks | data_parallel
 
 
 def test_the_judge_keeps_its_devices() -> None:

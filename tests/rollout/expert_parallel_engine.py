@@ -37,6 +37,9 @@ class WorkerExtension(vllm_receiver.WorkerExtension):
 
 
 def _apply_own_experts(self: Any, *, topk_weights: Any, topk_ids: Any, expert_map: Any, **arguments: Any) -> None:
+    if expert_map is None:  # another engine of this process, whose ranks have all experts
+        _apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **arguments)
+        return
     own_ids = expert_map[topk_ids.long()]
     weights, ids = topk_weights.masked_fill(own_ids < 0, 0.0), own_ids.clamp(min=0).to(topk_ids.dtype)
     _apply(self, topk_weights=weights, topk_ids=ids, expert_map=expert_map, **arguments)

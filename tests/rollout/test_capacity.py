@@ -118,6 +118,7 @@ def test_a_slot_for_adapters_is_not_given_to_the_cache() -> None:
     assert plain.cache_bytes(0) - adapted.cache_bytes(0) == adapted.adapter_bytes
     split = replace(adapted, tp=4)
     assert split.adapter_bytes < 0.6 * adapted.adapter_bytes, "each worker has a part of most factors"
+    assert replace(adapted, pp=3).adapter_bytes == adapted.adapter_bytes * 10 / 28, "the second stage has ten layers"
 
 
 def test_a_cache_that_is_the_limit_is_not_given_to_logits_and_prefills() -> None:

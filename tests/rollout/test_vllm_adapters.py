@@ -20,7 +20,7 @@ from mrl.models.families import read_spec
 from mrl.models.spec import ModelSpec
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import Sampling
-from mrl.weight_sync.vllm_adapters import adapter_directory, adapters_digest
+from mrl.weight_sync.vllm_adapters import adapter_directory, adapters_digest, num_pairs
 from tests.models.tiny_models import tiny_config
 from tests.rollout.conftest import Small, requests, run
 from tests.rollout.test_in_flight import AT, finished, log_probs
@@ -106,6 +106,47 @@ def test_adapters_that_are_not_there_are_an_error(engine: RolloutEngine, small: 
     with pytest.raises(Exception, match="adapters-8"):
         engine.receive_weights(8, adapters_only=True)
     assert engine.weight_version is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.on_demand)])
+def test_each_stage_applies_the_adapters_of_its_layers(
+    make_engine: Callable[..., RolloutEngine], small: Small, tp: int, pp: int
+) -> None:
+    base = small("qwen3")
+    engine: Any = make_engine("vllm", base, tp, in_flight=True, adapter_rank=LORA.rank, pp=pp)
+    models = [merged(base, write_version(engine, base, version)) for version in (1, 2, 3)]
+    update(engine, base, 1)
+    engine.receive_weights(2, adapters_only=True)
+    file = adapter_directory(engine.settings.sockets, 2) / "adapter_model.safetensors"
+    assert engine.adapter_digest == adapters_digest(file)
+    for sample in run(engine, WANTED, Sampling()).values():
+        request = next(request for request in WANTED if request.key == sample.key)
+        np.testing.assert_allclose(sample.log_probs, log_probs(models[1], request, sample), rtol=0, atol=1e-4)
+    engine.start(WANTED, Sampling())
+    for _ in range(AT):
+        assert engine.step() == []
+    engine.receive_weights(3, "recompute", adapters_only=True)
+    for key, sample in finished(engine).items():
+        request = next(request for request in WANTED if request.key == key)
+        ((first, version),) = sample.switches
+        assert version == 3
+        old, new = (log_probs(model, request, sample) for model in models[1:])
+        np.testing.assert_allclose(sample.log_probs[:first], old[:first], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(sample.log_probs[first:], new[first:], rtol=0, atol=1e-4)
+        assert np.abs(old - new).min() > 1e-4, "the two models can be told apart at every token"
+
+
+def test_a_stage_counts_the_adapters_of_its_layers(small: Small, tmp_path: Path) -> None:
+    """A slot that holds the pairs of too few layers is an error, also in an engine with stages."""
+    spec = read_spec(small("qwen3"))
+    tensors = {name: torch.zeros(shape) for name, shape in adapter_tensors(spec, LORA).items()}
+    write_peft(tmp_path, tensors, LORA, "base")
+    file = tmp_path / "adapter_model.safetensors"
+    whole = num_pairs(file, range(spec.num_layers))
+    assert whole == len(tensors) / 2
+    for layers in (range(1), range(1, spec.num_layers)):
+        assert num_pairs(file, layers) == whole * len(layers) / spec.num_layers
 
 
 @pytest.mark.slow

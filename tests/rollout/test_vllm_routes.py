@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from mrl.models.families import read_spec
 from mrl.models.spec import route_bytes
 from mrl.rollout.engine import EngineSettings, RolloutEngine
 from mrl.rollout.engine_routes import EngineRoutes
-from mrl.rollout.requests import Generated, Sampling
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.stored_routes import take_out
 from tests.rollout.conftest import Small, requests, run
 from tests.rollout.small_models import VOCAB
@@ -26,6 +26,21 @@ from tests.rollout.trainer_side import update
 
 SAMPLING = Sampling(temperature=0.9)
 NUM_CHOSEN = 2
+
+
+def assert_routes(model: Path, asked: Sequence[GenerationRequest], samples: Mapping[str, Generated]) -> None:
+    """Compare the routes of each sample with the choices of transformers for its tokens."""
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for request in asked:
+        sample = samples[request.key]
+        tokens = np.concatenate([request.prompt_ids, sample.token_ids])[:-1]
+        with torch.no_grad():
+            logits = oracle(torch.from_numpy(tokens.astype(np.int64))[None], output_router_logits=True).router_logits
+        expected = [layer.topk(NUM_CHOSEN).indices.sort(-1).values for layer in logits]
+        assert sample.routes is not None
+        assert sample.routes.dtype == np.uint8
+        assert sample.routes.nbytes == route_bytes(read_spec(model)) * len(sample.routes), "as planned"
+        assert np.array_equal(np.sort(sample.routes, -1), torch.stack(expected, 1).numpy())
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -38,17 +53,7 @@ def test_routes_are_the_choices_of_transformers(
     update(engine, model, 1)
     asked = requests(4, 2, 24)
     samples = run(engine, asked, SAMPLING)
-    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for request in asked:
-        sample = samples[request.key]
-        tokens = np.concatenate([request.prompt_ids, sample.token_ids])[:-1]
-        with torch.no_grad():
-            logits = oracle(torch.from_numpy(tokens.astype(np.int64))[None], output_router_logits=True).router_logits
-        expected = [layer.topk(NUM_CHOSEN).indices.sort(-1).values for layer in logits]
-        assert sample.routes is not None
-        assert sample.routes.dtype == np.uint8
-        assert sample.routes.nbytes == route_bytes(read_spec(model)) * len(sample.routes), "as planned"
-        assert np.array_equal(np.sort(sample.routes, -1), torch.stack(expected, 1).numpy())
+    assert_routes(model, asked, samples)
     assert engine.step() == []
     engine.start(asked, SAMPLING)
     engine.step()

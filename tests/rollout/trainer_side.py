@@ -15,7 +15,7 @@ from mrl.models.hf_reader import HfReader
 from mrl.models.regions import slices
 from mrl.models.rollout_table import EngineSizes, rollout_tensors
 from mrl.models.table import float32_tensors, hf_tensors
-from mrl.rollout.engine import EngineSettings, RolloutEngine
+from mrl.rollout.engine import Cache, EngineSettings, RolloutEngine
 from mrl.weight_sync.ipc import ALIGNMENT_BYTES, IpcSender, TensorView, socket_path
 
 Tensors = Iterable[tuple[str, Tensor]]
@@ -87,7 +87,7 @@ class InBackground:
         return self._outcome[0]
 
 
-def update(engine: RolloutEngine, model: Path, version: int) -> list[dict[str, str]]:
+def update(engine: RolloutEngine, model: Path, version: int, cache: Cache | None = None) -> list[dict[str, str]]:
     """Send the weights of a model's files to an engine. Return the replies of its processes."""
     settings = engine.settings
     full, sizes = engine.full_tensor_reason, EngineSizes(settings.tp, settings.dp, pp=settings.pp, dp=settings.dp)
@@ -96,5 +96,5 @@ def update(engine: RolloutEngine, model: Path, version: int) -> list[dict[str, s
         return whole(model, settings.dtype) if full else fused(model, sizes, worker, settings.dtype)
 
     sending = [InBackground(send, settings, version, tensors(worker), worker) for worker in range(settings.num_workers)]
-    engine.receive_weights(version)
+    engine.receive_weights(version, cache)
     return [each.result() for each in sending]

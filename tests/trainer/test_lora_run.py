@@ -62,6 +62,18 @@ def test_a_policy_with_adapters_trains_resumes_and_is_exported(sync: str, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.on_demand
+def test_engines_with_stages_get_the_adapters_of_each_version(tmp_path: Path) -> None:
+    config, run = tmp_path / "run.yaml", tmp_path / "runs" / "small"
+    config.write_text(CONFIG.format(directory=tmp_path / "runs", model=make_model(tmp_path / "model", seed=1)))
+    run_mrl("train", str(config), *LORA, "sync.offload=false", "rollout.tp=1", "rollout.pp=2")
+    lines = untimed(run)
+    assert [line[BETWEEN] > 0 for line in lines] == [True, False, False]
+    assert lines[2]["actor/kl_loss"] > 1e-6
+    assert all(line["mismatch/log_prob_abs_diff_max"] < 1e-4 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
 @pytest.mark.parametrize("sync", ["adapters", "merged"])
 def test_engines_sample_from_a_frozen_model_in_fp8(sync: str, tmp_path: Path) -> None:
     config, run = tmp_path / "run.yaml", tmp_path / "runs" / "small"

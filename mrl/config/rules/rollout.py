@@ -96,26 +96,29 @@ def _data_parallel(config: Config) -> Iterator[Problem]:
         what = f"{rollout.dp} together with tp {rollout.tp} and pp {rollout.pp} has not been compared"
         yield problem("rollout.dp", what, "rollout.tp=1 and rollout.pp=1, or rollout.dp=1")
     if rollout.dp > here:
-        what = f"{rollout.dp} is more than the {here} devices of a node, which such an engine cannot leave yet"
+        what = (
+            f"{rollout.dp} is more than the {here} devices of a node, where one process directs all ranks of the engine"
+        )
         yield problem("rollout.dp", what, nearest("rollout.dp", [here]))
     if not rollout.vllm.get("enable_expert_parallel"):
         key = "rollout.vllm.enable_expert_parallel"
         yield problem(key, f"not true: {rollout.dp} data-parallel ranks share whole experts", f"{key}=true")
+    quantization = rollout.vllm.get("quantization")
     reasons = {
-        "algorithm.router_replay": (config.algorithm.router_replay == "R3", "none"),
-        "actor.lora.sync": (lora is not None and lora.sync == "adapters", "merged"),
-        "rollout.vllm.quantization": (rollout.vllm.get("quantization") is not None, "null"),
-        "asynchrony.weights": (config.asynchrony.weights == "in_flight", "between"),
+        "actor.lora.sync": (lora is not None and lora.sync == "adapters", "adapters next to experts have", "merged"),
+        "rollout.vllm.quantization": (quantization is not None, f"experts in {quantization} have", "null"),
     }
-    for key, (is_set, fix) in reasons.items():
+    for key, (is_set, untested, fix) in reasons.items():
         if is_set:
-            what = f"engines with {rollout.dp} data-parallel ranks have not been compared with this setting"
+            what = (
+                f"{untested} not been compared in engines with {rollout.dp} data-parallel ranks: no CPU computes them"
+            )
             yield problem(key, what, f"{key}={fix}, or rollout.dp=1")
 
 
 def _stages(config: Config) -> Iterator[Problem]:
     """Yield a problem for each setting that engines with several stages do not support."""
-    pp, lora = config.rollout.pp, config.actor.lora
+    pp = config.rollout.pp
     if pp == 1:
         return
     if config.rollout.engine != "vllm":
@@ -124,9 +127,6 @@ def _stages(config: Config) -> Iterator[Problem]:
     if config.algorithm.router_replay == "R3":
         what = f"R3, but vLLM does not return routes from engines with {pp} stages"
         yield problem("algorithm.router_replay", what, "rollout.pp=1, or algorithm.router_replay=R2")
-    if lora is not None and lora.sync == "adapters":
-        what = f"adapters: adapters in engines with {pp} stages have not been compared with the trainer's"
-        yield problem("actor.lora.sync", what, "actor.lora.sync=merged, or rollout.pp=1")
 
 
 def _sampled_ahead(config: Config) -> Iterator[Problem]:
