@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.algorithm_cases import Function, Outputs, Packed
 from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.kl import divergence
+from mrl.algos.kto import LabeledTokens, LabelTotals, kto_baseline, kto_objective
 from mrl.algos.objectives import Objective
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
 from mrl.config.sft import DpoLossConfig, RewardLossConfig
@@ -38,6 +39,8 @@ def make_case(seed: int) -> dict[str, Any]:
         "sft_weight": (0.1, 1.0),
         "centering": (0.01, 0.5),
         "temperature": (0.7, 1.0, 2.0),
+        "desirable_weight": (0.5, 1.0, 1.33),
+        "undesirable_weight": (0.7, 1.0, 2.0),
     }
     return {
         "lengths": lengths,
@@ -85,6 +88,18 @@ def preference(loss: str, *read: str, reference: bool = True, **fixed: Any) -> F
         return _outputs(preference_objective(tokens, config, norm, totals), log_probs_T)
 
     return run
+
+
+def kto(case: Packed) -> Outputs:
+    """Return KTO's loss of responses with random labels. The mismatched pairs have the log-probs of the rows."""
+    log_probs_T, refs_T = case.column("log_probs").requires_grad_(), case.column("ref_log_probs")
+    ratio_B = case.rows.sum(torch.where(case.mask_T, log_probs_T.detach() - refs_T, 0.0))
+    baseline_B = torch.full_like(ratio_B, kto_baseline(ratio_B))
+    is_desirable_B = case.per_row("labels") > 0
+    names = ("beta", "desirable_weight", "undesirable_weight")
+    config = DpoLossConfig(loss="kto", **{name: case.case[name] for name in names})
+    tokens = LabeledTokens(case.rows, case.mask_T, log_probs_T, refs_T, is_desirable_B, baseline_B)
+    return _outputs(kto_objective(tokens, config, LabelTotals.of(is_desirable_B)), log_probs_T)
 
 
 def reward(*read: str, margin: bool = False) -> Function:
@@ -135,6 +150,7 @@ OURS: dict[str, Function] = {
     "cpo simpo": preference("simpo", "gamma", reference=False),
     "cpo simpo, smoothed": preference("simpo", "gamma", "smoothing", reference=False),
     "orpo": preference("orpo", reference=False, sft_weight=1.0),
+    "kto": kto,
     "reward": reward(),
     "reward, margin": reward(margin=True),
     "reward, centered": reward("centering"),

@@ -20,6 +20,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 
 Case = dict[str, Any]
@@ -101,6 +102,35 @@ def dpo(loss_type: str, *, sft: bool = False, reports: bool = True) -> Function:
         return outputs(loss, log_probs, metrics if reports else {})
 
     return run
+
+
+def kto(case: Case) -> dict[str, Any]:
+    """The loss of labeled responses. The tokens of its mismatched pairs are 1, and their log-probs those of the rows,
+    last row first."""
+    mask, log_probs = of_whole_rows(case["mask"]), case["log_probs"].clone().requires_grad_()
+
+    def model(log_probs: torch.Tensor) -> Any:
+        def answer(labels: torch.Tensor, **_: Any) -> Any:
+            shown = log_probs.flip(0) if bool((labels == 1).any()) else log_probs
+            return fused_head(shown)(labels=labels)
+
+        return answer
+
+    made = trainer(
+        KTOTrainer,
+        ref_model=model(case["ref_log_probs"]),
+        precompute_ref_logps=False,
+        calculate_KL=True,
+        loss_type="kto",
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        **{name: case[name] for name in ("beta", "desirable_weight", "undesirable_weight")},
+    )
+    ids = torch.zeros_like(mask)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(mask), "completion_mask": mask}
+    inputs |= {f"KL_{name}": column.flip(0) for name, column in inputs.items()}
+    inputs |= {"KL_input_ids": ids + 1, "label": case["labels"] > 0}
+    loss = made._compute_loss(model(log_probs), inputs, return_outputs=False)
+    return {**outputs(loss, log_probs, {}), "kl_baseline": made._metrics["train"]["kl"][0]}
 
 
 def a_pair_at_a_time(loss_type: str) -> Function:
@@ -205,6 +235,7 @@ FUNCTIONS = {
     "cpo simpo, smoothed": cpo("simpo", simpo_gamma="gamma", label_smoothing="smoothing"),
     # TRL computes it in float32, which leaves a small margin below the tolerance.
     "orpo": odds(ORPOTrainer, reports=("rewards/chosen", "rewards/rejected", "rewards/accuracies")),
+    "kto": kto,
     "reward": reward(),
     "reward, margin": reward(margin=True),
     "reward, centered": reward(centered=True),

@@ -36,12 +36,14 @@ class ColumnsConfig:
     id: Text | None = None
     """Unique id of the row. Null if the source has none."""
     chosen: Text = "chosen"
-    """For `mrl rm` and `mrl dpo`, the preferred response: text, or a whole conversation that ends with it."""
+    """For `mrl rm` and `mrl dpo`, the preferred response: text, or a whole conversation that ends with it. For labeled
+    responses (`kto`), the response."""
     rejected: Text | None = "rejected"
     """The other response in the same form, or a list of other responses, best first. Null without one."""
     label: Text | None = None
     """A number: the margin by which the preferred response should win (reward.margin), or the value of a response
-    (`regression`). It can also be a list with one number for each response."""
+    (`regression`). It can also be a list with one number for each response. For `kto`: true for a desirable response,
+    false for an undesirable one."""
 
 
 @dataclass(frozen=True, kw_only=True)

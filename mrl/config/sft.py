@@ -87,7 +87,7 @@ class SftValidationConfig:
     update."""
     keep_best: bool = False
     """Also save after every update with the lowest `val/loss` so far; for `mrl rm` and `mrl dpo`, with the highest
-    `val/accuracy`, except for `regression`."""
+    `val/accuracy`, except for `regression` and `kto`."""
     samples: NotNegative = 4
     """Prompts that `mrl sft` answers greedily at each validation: always the same, taken from each source in turn. 0
     disables this. The first answer is printed, and all are written to `samples/validation-NNNNNN.parquet`."""
@@ -126,8 +126,9 @@ AnyConfig = Config | SftConfig
 
 
 PREFERENCE_LOSSES = ("sigmoid", "conservative", "robust", "hinge", "ipo_sum", "ipo_mean", "simpo", "orpo")
+UNPAIRED_LOSSES = ("kto",)
+"""Losses of single responses that are labeled desirable or undesirable."""
 OF_A_BATCH = {
-    "kto": "its baseline is a mean over the batch",
     "aot": "it sorts the batch",
     "aot_unpaired": "it sorts the batch",
 }
@@ -154,11 +155,12 @@ class RewardLossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DpoLossConfig:
-    """Loss of a policy that learns from pairs, relative to itself before training."""
+    """Loss of a policy that learns from pairs, or from labeled responses, relative to itself before training."""
 
-    loss: Annotated[str, component("preference loss", (*PREFERENCE_LOSSES, *OF_A_BATCH))] = "sigmoid"
+    loss: Annotated[str, component("preference loss", (*PREFERENCE_LOSSES, *UNPAIRED_LOSSES, *OF_A_BATCH))] = "sigmoid"
     """`sigmoid` (DPO as published), `conservative` and `robust` (labels may be wrong), `hinge`, `ipo_sum`, `ipo_mean`;
-    `simpo` and `orpo`, which use no reference; or your own as `package.module:attribute`."""
+    `simpo` and `orpo`, which use no reference; `kto`, which learns from single responses, labeled desirable or not; or
+    your own as `package.module:attribute`."""
     beta: Share = 0.1
     """Strength of the reference: a larger value keeps the policy closer to it."""
     smoothing: Minority = 0.0
@@ -166,6 +168,11 @@ class DpoLossConfig:
     gamma: Amount = 0.0
     """Margin by which the preferred response should win in `simpo`. It is subtracted directly, not multiplied by
     beta."""
+    desirable_weight: Share = 1.0
+    """For `kto`: weight of desirable responses, lambda_D. Its paper advises to choose the weights so that the ratio
+    desirable_weight x number of desirable responses / (undesirable_weight x number of others) is from 1 to 4/3."""
+    undesirable_weight: Share = 1.0
+    """For `kto`: weight of undesirable responses, lambda_U."""
     average: bool = False
     """Use the mean of log-probs over a response's tokens instead of the sum. beta is then larger, 1 to 5."""
     sft_weight: Amount = 0.0
@@ -189,6 +196,10 @@ class RankedConfig(SftConfig):
         sources = [*self.data.train.values(), *self.data.validation.values()]
         return any(source.columns.rejected is not None for source in sources)
 
+    def is_labeled(self) -> bool:
+        """Return whether each response is learned by its own label, desirable or not."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class RmConfig(RankedConfig):
@@ -202,3 +213,6 @@ class DpoConfig(RankedConfig):
     """A whole configuration of `mrl dpo`."""
 
     preference: DpoLossConfig
+
+    def is_labeled(self) -> bool:
+        return self.preference.loss in UNPAIRED_LOSSES

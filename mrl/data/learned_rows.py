@@ -79,6 +79,18 @@ def read_ranked(columns: ColumnsConfig, source_name: str, raw: object, where: st
     )
 
 
+def read_labeled(columns: ColumnsConfig, source_name: str, raw: object, where: str) -> PromptRow:
+    """Return a prompt with responses labeled 1 (desirable) or 0: by columns.label, or the chosen one and the others."""
+    row = read_ranked(replace(columns, label=None), source_name, raw, where)
+    if columns.label is None:
+        return replace(row, labels=(1.0, *[0.0] * (len(row.said) - 1)))
+    cells = Cells(raw, where)
+    value = cells.at(columns.label, "label")
+    if not isinstance(value, int) or value not in (0, 1):
+        raise cells.bad(columns.label, f"must be true (desirable) or false (undesirable), not {describe(value)}")
+    return replace(row, labels=(float(value),))
+
+
 def _reply(content: str) -> Message:
     return {"role": "assistant", "content": content}
 

@@ -17,7 +17,7 @@ from mrl.config.schema import RolloutConfig
 from mrl.config.sft import RankedConfig, SftConfig
 from mrl.data.chat import ChatTokenizer
 from mrl.data.conversation import Continuation, PromptEncoder, prompt_encoder
-from mrl.data.learned_rows import read_answered, read_ranked
+from mrl.data.learned_rows import read_answered, read_labeled, read_ranked
 from mrl.data.rows import PromptRow, ReadRow, read_prompt
 from mrl.data.sampler import Draw
 from mrl.data.sources import RawRows, open_source
@@ -154,7 +154,8 @@ def open_sft_dataset(sources: Mapping[str, SourceConfig], config: SftConfig, tok
     opened: dict[str, tuple[RawRows, ReadRow]] = {}
     for name, source in sources.items():
         if isinstance(config, RankedConfig):
-            opened[name] = (open_source(source, is_ranked=True), partial(read_ranked, source.columns, name))
+            read_ranks = read_labeled if config.is_labeled() else read_ranked
+            opened[name] = (open_source(source, is_ranked=True), partial(read_ranks, source.columns, name))
             continue
         columns = source.columns
         if batch.messages is not None:

@@ -202,10 +202,11 @@ class _SftComponents:
 
         `reader` is the state of the reader after them; recorded rows have none.
         """
+        prepared = rows if self.task.prepare is None else self.task.prepare(self.client, rows)
         recorder.begin(step, self.roles, {})
-        metrics = self.client.update(self.task.update, rows)
-        recorder.updated(ROLE, self.client, rows, metrics)
-        recorder.end(rows, rows, metrics)
+        metrics = self.client.update(self.task.update, prepared)
+        recorder.updated(ROLE, self.client, prepared, metrics)
+        recorder.end(rows, prepared, metrics)
         self._losses.append(metrics["loss"])
         if reader is None:
             return metrics

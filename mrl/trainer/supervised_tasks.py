@@ -10,16 +10,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
+from mrl.algos.kto import kto_baseline, kto_losses
 from mrl.algos.preference import PREFERENCE_LOSSES, PairLogProbs, Pairs
 from mrl.config.arithmetic import keeps_reference
 from mrl.config.sft import WITHOUT_REFERENCE, DpoConfig, DpoLossConfig, RmConfig, SftConfig
-from mrl.errors import ModelError
+from mrl.errors import DataError, ModelError
 from mrl.models.hf_reader import HfReader
 from mrl.models.hf_writer import padding_token
 from mrl.models.table import SCORE, Head
 from mrl.observe.confidence import ratio_values, with_intervals
 from mrl.protocol import DataProto
+from mrl.protocol.columns import from_rows
 from mrl.trainer.role_client import Metrics, SupervisedClient
 from mrl.workers.messages import ModelSetup
 
@@ -44,6 +48,8 @@ class SupervisedTask:
     """Name of the figure that ranks checkpoints."""
     sign: float
     """1 if a higher figure is better, -1 if a lower one is."""
+    prepare: Callable[[SupervisedClient, DataProto], DataProto] | None = None
+    """Adds to the rows of an update what the models must compute first. None adds nothing."""
 
     @property
     def best_by(self) -> str:
@@ -56,6 +62,10 @@ def task_of(config: SftConfig) -> SupervisedTask:
         if config.reward.loss == "regression":
             return SupervisedTask(worker, arguments, "score", "update_rm", measure_regression, "val/loss", -1.0)
         return SupervisedTask(worker, arguments, "score", "update_rm", measure_scores, "val/accuracy", 1.0)
+    if isinstance(config, DpoConfig) and config.is_labeled():
+        worker, measure = "mrl.workers.supervised:DpoWorker", partial(measure_labeled, loss=config.preference)
+        of_loss = (config.preference,)
+        return SupervisedTask(worker, of_loss, "lm", "update_kto", measure, "val/loss", -1.0, with_baseline)
     if isinstance(config, DpoConfig):
         worker, measure = "mrl.workers.supervised:DpoWorker", partial(measure_preferences, loss=config.preference)
         return SupervisedTask(worker, (config.preference,), "lm", "update_dpo", measure, "val/accuracy", 1.0)
@@ -120,6 +130,59 @@ def measure_preferences(client: SupervisedClient, batches: Sequence[DataProto], 
         per_token["chosen_moved"] = log_ratios[better].sum() / nums[better].sum()
     figures = {f"val/log_prob/{name}": float(value) for name, value in per_token.items()}
     return pair_metrics(rows, rewards.numpy(), losses.numpy()) | figures
+
+
+def measure_labeled(client: SupervisedClient, batches: Sequence[DataProto], loss: DpoLossConfig) -> Metrics:
+    """Return the figures of a policy on labeled responses: loss, accuracy, and the log-probs per token by label."""
+    rows = _scored(client, "score_dpo", batches)
+    sums, refs, nums = (rows[name].double() for name in ("sum_log_probs", "sum_ref_log_probs", "num_tokens"))
+    others, num = mismatched(DataProto.concat(batches)), max(map(len, batches))
+    parts = [others.take(np.arange(at, min(at + num, len(others)))) for at in range(0, len(others), num)]
+    baseline = kto_baseline(_log_ratios(_scored(client, "score_dpo", parts)))
+    log_ratios, is_desirable = sums - refs, rows["label"] == 1
+    losses = kto_losses(log_ratios, is_desirable, torch.full_like(log_ratios, baseline), loss)
+    sides = (log_ratios - baseline).sign() * torch.where(is_desirable, 1, -1)
+    units = ((rows["rank"] == 0).cumsum(0) - 1).numpy()
+    figures: Metrics = {"val/kl_baseline": baseline}
+    for name, values in (("loss", losses), ("accuracy", 0.5 * (sides + 1))):
+        figures |= mean_by_source(name, values.numpy(), np.ones(len(rows)), rows["data_source"], units)
+    for name, labeled in (("desirable", is_desirable), ("undesirable", ~is_desirable)):
+        if bool(labeled.any()):
+            num_tokens = nums[labeled].sum()
+            figures[f"val/log_prob/{name}"] = float(sums[labeled].sum() / num_tokens)
+            figures[f"val/log_prob/{name}_moved"] = float(log_ratios[labeled].sum() / num_tokens)
+    return figures
+
+
+def with_baseline(client: SupervisedClient, rows: DataProto) -> DataProto:
+    """Return the rows of an update with KTO's baseline, by the current policy and the reference."""
+    baseline = kto_baseline(_log_ratios(client.score("score_dpo", mismatched(rows))))
+    return rows.with_column("kl_baseline", torch.full((len(rows),), baseline, dtype=torch.float64))
+
+
+def mismatched(rows: DataProto) -> DataProto:
+    """Return each prompt with the response of the next row that has another prompt, from the last row on to the
+    first."""
+    prompts = [prompt.numpy().tobytes() for prompt in rows["prompts"].rows()]
+    if len(set(prompts)) == 1:
+        raise DataError(
+            f"all {len(rows)} responses answer the same prompt, but KTO's baseline needs those to other prompts",
+            fix="larger batch.rows_per_update, or data with more prompts",
+        )
+    others, later = np.zeros(len(rows), dtype=np.int64), 0
+    for place in reversed(range(2 * len(rows))):  # the second time round, the rows after the last one are known
+        at, after = place % len(rows), (place + 1) % len(rows)
+        later = after if prompts[after] != prompts[at] else later
+        others[at] = later
+    for name in ("responses", "response_mask"):
+        values = rows[name].rows()
+        rows = rows.with_column(name, from_rows([values[other] for other in others]))
+    return rows
+
+
+def _log_ratios(rows: DataProto) -> Tensor:
+    ratios: Tensor = rows["sum_log_probs"].double() - rows["sum_ref_log_probs"].double()
+    return ratios
 
 
 def _scored(client: SupervisedClient, method: str, batches: Sequence[DataProto]) -> DataProto:

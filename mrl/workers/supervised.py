@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
+from mrl.algos.kto import LabeledTokens, LabelTotals, kto_objective
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective, reward_objective
 from mrl.config.sft import WITHOUT_REFERENCE, DpoLossConfig, RewardLossConfig
 from mrl.controller import Dispatch, RankInfo, register
@@ -99,6 +100,22 @@ class DpoWorker(ModelWorker):
 
     @register(
         Dispatch.DATA_PARALLEL,
+        reads=("prompts", "responses", "label", "kl_baseline"),
+        optional=("response_mask",),
+    )
+    def update_kto(self, batch: DataProto, sizes: MicroBatchSizes) -> UpdateReport:
+        """Make one optimizer step on these labeled responses. `kl_baseline` is the baseline of the whole update."""
+        rows = token_rows(batch, {})
+        row_ranges = rows_of(rows)
+        columns = {name: row_ranges.expand(batch[name]) for name in ("label", "kl_baseline")}
+        ref_log_probs_T = self._reference_log_probs(batch, rows, sizes)
+        assert ref_log_probs_T is not None, "KTO has a reference"
+        columns["ref_log_probs"] = ref_log_probs_T
+        loss = partial(labeled_loss, self._loss, LabelTotals.of(batch["label"] == 1, self.sum_over_shards))
+        return self.update(replace(rows, columns={**rows.columns, **columns}), sizes, loss, ScoreRequest())
+
+    @register(
+        Dispatch.DATA_PARALLEL,
         reads=("prompts", "responses"),
         optional=("response_mask", "ref_log_probs"),
         writes=("sum_log_probs", "sum_ref_log_probs", "num_tokens"),
@@ -160,6 +177,18 @@ def preference_loss(config: DpoLossConfig, norm: LossNormalizer, totals: Ranking
         columns["rank"] == 0,
     )
     objective = preference_objective(tokens, config, norm, totals)
+    return LossOutput(objective.loss, objective.reports)
+
+
+def labeled_loss(config: DpoLossConfig, totals: LabelTotals, batch: LossInput) -> LossOutput:
+    log_probs_T, columns = batch.scores.log_probs_T, batch.columns
+    assert log_probs_T is not None, "a language model returns log-probs"
+    rows = rows_of(batch, log_probs_T.device)
+    label_B, baseline_B = (columns[name][rows.starts_B] for name in ("label", "kl_baseline"))
+    tokens = LabeledTokens(
+        rows, columns["response_mask"], log_probs_T, columns["ref_log_probs"], label_B == 1, baseline_B
+    )
+    objective = kto_objective(tokens, config, totals)
     return LossOutput(objective.loss, objective.reports)
 
 

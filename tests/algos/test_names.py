@@ -20,6 +20,7 @@ def test_every_name_is_registered_and_every_registered_one_is_known() -> None:
     assert sorted(algorithm.KL_ESTIMATORS) == sorted(KL_ESTIMATORS)
     assert sorted(algorithm.POLICY_LOSSES) == sorted(POLICY_LOSSES)
     assert sorted(sft.PREFERENCE_LOSSES) == sorted(PREFERENCE_LOSSES)
+    assert not {*sft.UNPAIRED_LOSSES, *sft.OF_A_BATCH} & set(PREFERENCE_LOSSES)
     assert sorted(algorithm.RATIO_LEVELS) == sorted(RATIO_LEVELS)
     assert sorted(data.DATASETS) == sorted(DATASETS)
     assert sorted(data.SAMPLERS) == sorted(SAMPLERS)

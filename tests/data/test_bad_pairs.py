@@ -12,7 +12,7 @@ import yaml
 from mrl.config.data import ColumnsConfig, SourceConfig
 from mrl.config.resolved.load import load_config_of
 from mrl.data.chat import load_tokenizer
-from mrl.data.learned_rows import read_ranked
+from mrl.data.learned_rows import read_labeled, read_ranked
 from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.errors import BadRow, DataError
 from tests.data.conftest import batch_of, jsonl
@@ -73,6 +73,15 @@ def test_bad_pair(case: str) -> None:
     with pytest.raises(BadRow) as caught:
         read_ranked(columns, "pairs", BAD_PAIRS[case], "rows.jsonl:2")
     assert str(caught.value) == MESSAGES[case].rstrip("\n")
+
+
+@pytest.mark.parametrize("label", [None, "yes", 0.5, 2, [True]])
+def test_a_label_is_true_or_false(label: object) -> None:
+    columns = ColumnsConfig(data_source=None, ability=None, rejected=None, label="good")
+    with pytest.raises(BadRow) as caught:
+        read_labeled(columns, "answers", {"prompt": "1+1?", "chosen": "2", "good": label}, "rows.jsonl:2")
+    said = str(caught.value)
+    assert said.startswith("rows.jsonl:2: column `good` must be true (desirable) or false (undesirable), not "), said
 
 
 # A template that trims texts and ends the prompt with the role of the answer.

@@ -12,7 +12,7 @@ import pytest
 from mrl.config.data import ColumnsConfig, SourceConfig
 from mrl.config.resolved.load import load_config_of
 from mrl.data.chat import ChatTokenizer
-from mrl.data.learned_rows import read_ranked
+from mrl.data.learned_rows import read_labeled, read_ranked
 from mrl.data.rlhf_dataset import open_sft_dataset
 from mrl.data.rows import PromptRow
 from mrl.data.toy import addition
@@ -177,3 +177,17 @@ def test_no_problem_is_in_both_parts() -> None:
 def test_options_that_make_no_pairs(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         addition(**options)
+
+
+@pytest.mark.parametrize(("label", "expected"), [(True, 1.0), (False, 0.0), (1, 1.0), (0, 0.0)])
+def test_a_labeled_response_is_alone(label: object, expected: float) -> None:
+    columns = ColumnsConfig(data_source=None, ability=None, chosen="completion", rejected=None, label="label")
+    row = read_labeled(columns, "answers", {"prompt": "1+1?", "completion": "2", "label": label}, "rows.jsonl:1")
+    assert row.labels == (expected,)
+    assert [message["content"] for message in row.said] == ["2"]
+
+
+def test_without_a_label_the_chosen_response_is_desirable_and_the_others_are_not() -> None:
+    columns = ColumnsConfig(data_source=None, ability=None)
+    raw = {"prompt": "1+1?", "chosen": "2", "rejected": ["3", "4"]}
+    assert read_labeled(columns, "answers", raw, "rows.jsonl:1").labels == (1.0, 0.0, 0.0)

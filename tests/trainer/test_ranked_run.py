@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,9 +31,13 @@ validation: {{every: 2, keep_best: true}}
 KINDS = {
     "rm": "reward: {centering: 0.01}\n",
     "dpo": "preference: {loss: conservative, smoothing: 0.1, sft_weight: 0.2}\n",
+    "kto": "preference: {loss: kto, beta: 0.5, undesirable_weight: 0.8}\n",
     "once": "preference: {loss: conservative, smoothing: 0.1, sft_weight: 0.2, reference: once}\n",
 }
-VERBS = {"rm": "rm", "dpo": "dpo", "once": "dpo"}
+of_each_kind = pytest.mark.parametrize(
+    "kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.on_demand) for kind in ("rm", "kto", "once"))]
+)
+VERBS = {"rm": "rm", "dpo": "dpo", "kto": "dpo", "once": "dpo"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +51,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.on_demand) for kind in ("rm", "once"))])
+@of_each_kind
 def test_a_run_and_the_same_run_resumed(directory: Path, kind: str) -> None:
     """To the bit, with the reference of a policy that has moved: that is the model before training."""
     config, whole = str(directory / f"{kind}.yaml"), untimed(directory / kind)
@@ -67,7 +71,7 @@ def test_a_run_and_the_same_run_resumed(directory: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", *(pytest.param(kind, marks=pytest.mark.on_demand) for kind in ("rm", "once"))])
+@of_each_kind
 def test_a_recorded_update_is_made_again_in_two_layouts(directory: Path, kind: str) -> None:
     """From the checkpoint of step 2: to the bit in the layout of the run, within rounding in another."""
     printed = run_mrl("replay", str(directory / kind), "--step", "4", "--exact")
@@ -124,29 +128,49 @@ def test_an_exported_reward_model_says_elsewhere_what_it_said_here(directory: Pa
     assert len(scores) > 100
 
 
-@pytest.mark.slow
-def test_what_a_policy_prefers_is_what_transformers_says(directory: Path) -> None:
+def moved_by(trained: Path, before: Path) -> Callable[[str, str], float]:
+    """Return a function of prompt and answer: by how much its log-prob has changed, by the models of transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    policy, before = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        for path in (directory / "dpo" / "model", directory / "model")
-    )
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (trained, before)]
+    tokenizer = AutoTokenizer.from_pretrained(before)
 
-    def log_prob(model: Any, prompt: str, answer: str) -> float:
+    def moved(prompt: str, answer: str) -> float:
         messages = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         begin = tokenizer(text, add_special_tokens=False)["input_ids"]
         end = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        with torch.no_grad():
-            of_next = model(torch.tensor([begin + end])).logits[0, :-1].log_softmax(-1)[-len(end) :]
-        return float(of_next.gather(1, torch.tensor(end)[:, None]).sum())
+        sums = []
+        for model in models:
+            with torch.no_grad():
+                of_next = model(torch.tensor([begin + end])).logits[0, :-1].log_softmax(-1)[-len(end) :]
+            sums.append(float(of_next.gather(1, torch.tensor(end)[:, None]).sum()))
+        return sums[0] - sums[1]
 
-    gaps = []
-    for prompt, chosen, rejected in held_pairs():
-        moved = [log_prob(policy, prompt, answer) - log_prob(before, prompt, answer) for answer in (chosen, rejected)]
-        gaps.append(0.1 * (moved[0] - moved[1]))
+    return moved
+
+
+@pytest.mark.slow
+def test_what_a_policy_prefers_is_what_transformers_says(directory: Path) -> None:
+    moved = moved_by(directory / "dpo" / "model", directory / "model")
+    gaps = [0.1 * (moved(prompt, chosen) - moved(prompt, rejected)) for prompt, chosen, rejected in held_pairs()]
     last = untimed(directory / "dpo")[-1]
     assert last["val/margin"] == pytest.approx(float(np.mean(gaps)), abs=1e-5)
     assert last["val/accuracy"] == pytest.approx(float(np.mean(np.asarray(gaps) > 0)), abs=1e-9)
+
+
+@pytest.mark.slow
+def test_what_a_policy_learned_from_labels_is_what_transformers_says(directory: Path) -> None:
+    """The loss of each response, and the baseline of each prompt with the response to the next one."""
+    moved, metrics = moved_by(directory / "kto" / "model", directory / "model"), untimed(directory / "kto")
+    answers = [(prompt, answer, answer == good) for prompt, good, bad in held_pairs() for answer in (good, bad)]
+    nexts = [answers[(number // 2 * 2 + 2) % len(answers)][1] for number in range(len(answers))]
+    baseline = max(0.0, float(np.mean([moved(row[0], other) for row, other in zip(answers, nexts, strict=True)])))
+    ratios = np.array([moved(prompt, answer) for prompt, answer, _ in answers])
+    signs, weights = np.array([(1, 1.0) if is_good else (-1, 0.8) for *_, is_good in answers]).T
+    losses = weights / (1 + np.exp(0.5 * signs * (ratios - baseline)))
+    assert metrics[1]["kl_baseline"] == 0, "the policy has not moved before its first update"
+    assert metrics[1]["loss"] == pytest.approx(0.45)
+    assert metrics[-1]["val/kl_baseline"] == pytest.approx(baseline, abs=1e-5)
+    assert metrics[-1]["val/loss"] == pytest.approx(float(losses.mean()), abs=1e-5)
+    assert metrics[-1]["val/accuracy"] == pytest.approx(float(np.mean(signs * (ratios - baseline) > 0)), abs=1e-9)

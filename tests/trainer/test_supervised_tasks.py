@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mrl.algos.aggregate import LossNormalizer
+from mrl.algos.kto import LabeledTokens, LabelTotals, kto_objective
 from mrl.algos.preference import Pairs, RankedTokens, RankingTotals, preference_objective
 from mrl.algos.rows import Rows
 from mrl.config.mesh import Mesh
@@ -19,18 +20,21 @@ from mrl.config.resolved.load import load_config_of
 from mrl.config.schema import TrainedModelConfig
 from mrl.config.sft import DpoLossConfig
 from mrl.data.packing import PackingRules, RowCost
-from mrl.errors import ModelError
+from mrl.errors import DataError, ModelError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer import sft
 from mrl.trainer.role_client import SupervisedClient
 from mrl.trainer.supervised_tasks import (
     calibration_error,
+    measure_labeled,
     measure_preferences,
     measure_scores,
+    mismatched,
     pair_metrics,
     supervised_setup,
     warnings_of,
+    with_baseline,
 )
 from mrl.workers.messages import ModelFacts
 
@@ -301,3 +305,62 @@ def test_the_best_of_a_prompts_responses() -> None:
     assert figures_of(won, tied, lost)["val/best_of_n"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert figures_of(won, tied, lost, in_batches=2)["val/best_of_n"] == pytest.approx(0.5)
     assert "val/best_of_n" not in figures_of(lost), "of pairs it would be the accuracy"
+
+
+def labeled(prompts: list[list[int]], said: list[int], labels: list[float], first: int = 0) -> DataProto:
+    columns = {"prompts": from_rows(prompts), "responses": from_rows([[each] * 2 for each in said])}
+    columns |= {"response_mask": from_rows([[True, True]] * len(said))}
+    rest = {"rank": torch.zeros(len(said), dtype=torch.int64), "label": torch.tensor(labels)}
+    return DataProto.from_dict(columns | rest, {"data_source": ["a"] * len(said)}, row_ids=first + np.arange(len(said)))
+
+
+class OfPrompts(Group):
+    """The policy says of a response its token times that of the prompt, the reference only the prompt's."""
+
+    def score_dpo(self, shards: Any, sizes: Any) -> DataProto:
+        batch = DataProto.concat(shards)
+        prompts = torch.stack([row.sum() for row in batch["prompts"].rows()]).double()
+        sums, nums = prompts * first_tokens(batch).double(), torch.full((len(batch),), 2)
+        columns = {"sum_log_probs": sums, "sum_ref_log_probs": prompts, "num_tokens": nums}
+        return DataProto.from_dict(columns, row_ids=batch.row_ids)
+
+
+def test_a_mismatched_response_answers_the_next_other_prompt() -> None:
+    rows = labeled([[1], [1], [2], [3], [3], [1]], [10, 11, 12, 13, 14, 15], [1.0] * 6)
+    found = mismatched(rows)
+    assert [row.tolist() for row in found["prompts"].rows()] == [[1], [1], [2], [3], [3], [1]]
+    assert [int(row[0]) for row in found["responses"].rows()] == [12, 12, 13, 15, 15, 12]
+    with pytest.raises(DataError, match="all 2 responses answer the same prompt"):
+        mismatched(labeled([[1], [1]], [1, 2], [1.0, 0.0]))
+
+
+def test_the_baseline_is_that_of_the_mismatched_pairs_of_the_whole_update() -> None:
+    """Three rows on four ranks: the row that one rank is given again does not count."""
+    rows = labeled([[1], [2], [3]], [-1, 5, 7], [1.0, 0.0, 1.0])
+    found = with_baseline(client(OfPrompts()), rows)
+    assert found["kl_baseline"].tolist() == [pytest.approx((1 * 4 + 2 * 6 + 3 * -2) / 3)] * 3
+    assert [row.tolist() for row in found["responses"].rows()] == [[-1, -1], [5, 5], [7, 7]]
+    below = labeled([[1], [2]], [-10, -20], [1.0, 1.0])
+    assert with_baseline(client(OfPrompts()), below)["kl_baseline"].tolist() == [0, 0]
+
+
+def test_validation_of_labeled_responses_says_what_their_training_says() -> None:
+    config = DpoLossConfig(loss="kto", beta=0.2, desirable_weight=1.2, undesirable_weight=0.8)
+    batches = [labeled([[1], [2]], [3, 2], [1.0, 0.0]), labeled([[3]], [-1], [1.0], 2)]
+    found = measure_labeled(client(OfPrompts()), batches, config)
+    baseline, ratio_B = (1 * 1 + 2 * -2 + 3 * 2) / 3, torch.tensor([2.0, 2.0, -6.0], dtype=torch.float64)
+    tokens = LabeledTokens(
+        Rows.of([1, 1, 1]),
+        torch.ones(3, dtype=torch.bool),
+        ratio_B,
+        torch.zeros(3),
+        torch.tensor([True, False, True]),
+        torch.full((3,), baseline),
+    )
+    trained = kto_objective(tokens, config, LabelTotals(2, 1)).reports
+    assert found["val/kl_baseline"] == pytest.approx(baseline)
+    for name in ("loss", "accuracy"):
+        assert found[f"val/{name}"] == pytest.approx(float(trained[name])), name
+    assert found["val/accuracy"] == pytest.approx(1 / 3)
+    assert (found["val/log_prob/desirable"], found["val/log_prob/desirable_moved"]) == (0, -1)
+    assert (found["val/log_prob/undesirable"], found["val/log_prob/undesirable_moved"]) == (2, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -229,6 +230,41 @@ def test_the_likelihood_of_the_preferred_is_a_mean_over_their_tokens_alone(num_s
     reports = shards.run(work)
     best = torch.cat([row for row, rank in zip(given, ranks, strict=True) if rank == 0])
     assert sum(report.parts["sft_loss"] for report in reports) == pytest.approx(float(-best.mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_labeled_response_weighs_one_of_the_whole_update(num_shards: int) -> None:
+    """The policy has moved by 0.1 per token, and the baseline is 0.4."""
+    batch, shards = make_batch(), Shards(num_shards)
+    lengths = batch.lengths("responses").tolist()
+    labels = torch.tensor([float(number % 3 == 0) for number in range(len(lengths))])
+    baseline = torch.full((len(lengths),), 0.4, dtype=torch.float64)
+    batch = batch.with_column("label", labels).with_column("kl_baseline", baseline)
+    bounds = [0, len(lengths)] if num_shards == 1 else [0, 6, len(lengths)]
+
+    def work(shard: int) -> UpdateReport:
+        rows = range(bounds[shard], bounds[shard + 1])
+        num_tokens = sum(lengths[row] for row in rows)
+        worker = DpoOfShards(make_place(), SETUP, DpoLossConfig(loss="kto", beta=0.5, undesirable_weight=0.6))
+        worker.shards, worker.shard = shards, shard
+        worker.engine = StubEngine(  # type: ignore[assignment]
+            Scores(log_probs_T=torch.full((num_tokens,), -2.0, dtype=torch.float64).requires_grad_())
+        )
+        shard_rows = batch.take(np.array(rows))
+        worker._reference_log_probs = lambda *_: torch.full((num_tokens,), -2.1)  # type: ignore[method-assign]
+        return worker.update_kto(shard_rows, [[4, len(rows) - 4]])
+
+    reports = shards.run(work)
+    losses = [
+        1 - sigmoid(0.5 * (0.1 * num - 0.4)) if label else 0.6 * (1 - sigmoid(0.5 * (0.4 - 0.1 * num)))
+        for num, label in zip(lengths, labels.tolist(), strict=True)
+    ]
+    assert sum(report.parts["loss"] for report in reports) == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert sum(report.parts["kl_baseline"] for report in reports) == pytest.approx(0.4)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
 
 
 def test_the_reference_has_none_of_the_adapters_that_a_run_starts_from() -> None:

@@ -46,7 +46,7 @@ def check_data(config: AnyConfig) -> Iterator[Problem]:
         yield from _scored(config)
         yield from _difficulty(config)
     if isinstance(config, RankedConfig):
-        yield from _columns(config)
+        yield from _labels(config) if config.is_labeled() else _columns(config)
 
 
 def _difficulty(config: Config) -> Iterator[Problem]:
@@ -82,6 +82,18 @@ def _scored(config: Config) -> Iterator[Problem]:
             what = f'no function with a weight scores the data source "{name}"'
             section = "reward.functions" if reward is config.reward else "validation.reward_functions"
             yield problem(key, what, f"add it to {section}.NAME.sources")
+
+
+def _labels(config: RankedConfig) -> Iterator[Problem]:
+    """Check that each source says in one way which responses are desirable."""
+    for source_key, source in config.data.sources():
+        key, columns = f"{source_key}.columns", source.columns
+        if columns.rejected is None and columns.label is None:
+            what = "kto learns which responses are desirable, but no label and no rejected responses say so"
+            yield problem(f"{key}.label", what, f"{key}.label=label, or {key}.rejected=rejected")
+        if columns.rejected is not None and columns.label is not None:
+            what = "kto takes chosen responses as desirable and rejected ones as undesirable, or reads one response"
+            yield problem(f"{key}.label", f"{what} and its label", f"{key}.rejected=null, or {key}.label=null")
 
 
 def _columns(config: RankedConfig) -> Iterator[Problem]:

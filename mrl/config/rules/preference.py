@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.rules.problems import problem
-from mrl.config.sft import OF_A_BATCH, PREFERENCE_LOSSES, WITHOUT_REFERENCE, AnyConfig, DpoConfig, RmConfig
+from mrl.config.sft import (
+    OF_A_BATCH,
+    PREFERENCE_LOSSES,
+    UNPAIRED_LOSSES,
+    WITHOUT_REFERENCE,
+    AnyConfig,
+    DpoConfig,
+    RmConfig,
+)
 from mrl.errors import Problem
 
 _SMOOTHED = ("conservative", "robust", "simpo")
@@ -27,6 +35,11 @@ def _preference(config: DpoConfig) -> Iterator[Problem]:
     if loss in OF_A_BATCH:
         what = f"{loss} depends on how an update is cut into micro-batches: {OF_A_BATCH[loss]}"
         yield problem(f"{key}.loss", what, f"{key}.loss=sigmoid")
+    if loss in UNPAIRED_LOSSES:
+        yield from _unpaired(config)
+    for name in ("desirable_weight", "undesirable_weight"):
+        if getattr(options, name) != 1 and loss in PREFERENCE_LOSSES:
+            yield problem(f"{key}.{name}", f"{loss} does not read it", f"{key}.loss=kto, or {key}.{name}=1")
     if loss not in PREFERENCE_LOSSES:
         return
     if options.smoothing and loss not in _SMOOTHED:
@@ -41,3 +54,17 @@ def _preference(config: DpoConfig) -> Iterator[Problem]:
     if loss == "orpo" and not options.sft_weight:
         what = "ORPO adds the likelihood of the preferred response to its odds ratio, but its weight is 0"
         yield problem(f"{key}.sft_weight", what, f"{key}.sft_weight=1")
+
+
+def _unpaired(config: DpoConfig) -> Iterator[Problem]:
+    """Yield what a loss of single responses does not read, and updates without mismatched pairs."""
+    options, key = config.preference, "preference"
+    for name, nothing in (("smoothing", "0"), ("gamma", "0"), ("average", "false"), ("sft_weight", "0")):
+        if getattr(options, name):
+            yield problem(f"{key}.{name}", f"{options.loss} does not read it", f"{key}.{name}={nothing}")
+    if options.reference == "once":
+        what = f"the baseline of {options.loss} asks the reference about other pairs of prompt and response each time"
+        yield problem(f"{key}.reference", what, f"{key}.reference=in_place")
+    if config.batch.rows_per_update == 1:
+        what = f"the baseline of {options.loss} needs the response to another prompt of the update"
+        yield problem("batch.rows_per_update", what, "batch.rows_per_update=8")
