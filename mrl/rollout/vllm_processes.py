@@ -78,7 +78,7 @@ def end_engine(client: Any) -> None:
 
 
 def close_sockets(queue: MessageQueue) -> None:
-    """Close the sockets of a queue, which share a context. Messages that nobody has read are lost."""
+    """Close the sockets of a queue, which share a context. Unread messages are lost."""
     condition, sockets = queue._spin_condition, [queue.local_socket, queue.remote_socket]
     if condition is not None:
         sockets += [condition.local_notify_socket, condition.read_cancel_socket, condition.write_cancel_socket]
