@@ -52,10 +52,6 @@ class RankWorker(Worker):
         return ray.get_runtime_context().get_node_id(), self.place.local_rank
 
     @register(Dispatch.ONE_TO_ALL)
-    def niceness(self) -> int:
-        return os.nice(0)
-
-    @register(Dispatch.ONE_TO_ALL)
     def network(self) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
 

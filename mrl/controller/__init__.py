@@ -14,9 +14,6 @@ if "ray" not in sys.modules:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # A process without accelerators keeps the devices in its environment (the future default of Ray).
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ranks and node agents run at normal priority. Ray's default, the lowest but four, lets any other program of a
-    # node starve them: the node then counts as lost.
-    os.environ.setdefault("RAY_worker_niceness", "0")
     # No usage statistics are sent.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 

@@ -211,10 +211,7 @@ def ray_node(host: str, name: str, options: Sequence[str]) -> Iterator[RayNode]:
     command += [f"--node-ip-address={host}", f"--node-name={name}", f"--temp-dir={directory}", *options]
     # The default is one port for all. A head that finds it taken continues without this agent, and rejects every job.
     command += [f"--dashboard-agent-listen-port={free_port()}"]
-    environment = {"RAY_worker_niceness": "0"} | os.environ  # as in Ray that mrl starts itself
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=default_signals, env=environment
-    )
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=default_signals)
     try:
         yield RayNode(process, directory)
     finally:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -57,11 +56,6 @@ def test_temporary_files_of_a_worker_go_with_its_ray(rank_workers: RayWorkerGrou
     assert directory.name == "ray"
     assert directory.parent.parent == Path(tempfile.gettempdir())
     assert directory.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_ranks_run_at_the_priority_of_other_programs(rank_workers: RayWorkerGroup) -> None:
-    """Ray would start them at niceness 15."""
-    assert rank_workers.niceness() == [os.nice(0)] * 4
 
 
 def test_ranks_meet_in_torch_distributed(rank_workers: RayWorkerGroup) -> None:
