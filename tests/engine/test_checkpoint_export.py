@@ -86,6 +86,7 @@ def test_what_comes_out_is_what_went_in(cases: list[Case]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_so_it_is_for_the_other_layouts(tmp_path: Path) -> None:
     for case in go_through_megatron(make_cases(tmp_path, OTHER_LAYOUTS, OTHER_MOE_LAYOUTS)):
         assert_same_weights(case)
