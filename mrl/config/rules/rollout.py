@@ -110,9 +110,7 @@ def _data_parallel(config: Config) -> Iterator[Problem]:
     }
     for key, (is_set, untested, fix) in reasons.items():
         if is_set:
-            what = (
-                f"{untested} not been compared in engines with {rollout.dp} data-parallel ranks: no CPU computes them"
-            )
+            what = f"{untested} not been compared in engines with {rollout.dp} data-parallel ranks"
             yield problem(key, what, f"{key}={fix}, or rollout.dp=1")
 
 
