@@ -119,7 +119,7 @@ def test_two_nodes_and_the_loss_of_one(tmp_path: Path) -> None:
         text=True,
         timeout=300,
         env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        # The ranks share their session, and so their cores, with the tests beside them. Ray would start them at
+        # The ranks share their session, and so their cores, with other tests. Ray would start them at
         # niceness 15, and a busy neighbor would starve them.
         | {"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"},
     )
