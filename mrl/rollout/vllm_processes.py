@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+import zmq
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
@@ -50,6 +51,7 @@ def prepare_process(settings: EngineSettings) -> None:
             "vLLM cannot receive mrl's weights: mrl is on the path, but it is not installed (vLLM plugin)",
             fix="pip install -e .",
         )
+    _keep_lost_contexts()
     if settings.pp > 1 and (layers := os.environ.get(_LAYERS)):
         what = f"{_LAYERS} is {layers}, but mrl sends each stage of an engine the layers that vLLM gives it by default"
         raise SetupError(what, fix=f"unset {_LAYERS}")
@@ -108,6 +110,14 @@ def store_without_a_file() -> Iterator[None]:
             yield
         finally:
             tempfile.tempdir = before
+
+
+def _keep_lost_contexts() -> None:
+    """Keep zmq's contexts that nothing refers to until the process ends.
+
+    The garbage collector may end such a context before its sockets, and it then waits for them forever.
+    """
+    zmq.Context.__del__ = lambda context: None  # type: ignore[method-assign]
 
 
 def _compile_nothing() -> None:

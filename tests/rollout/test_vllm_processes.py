@@ -6,11 +6,13 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -49,6 +51,16 @@ def test_the_end_of_an_engine_closes_the_sockets_to_its_workers() -> None:
     assert executor.rpc_broadcast_mq is None, "vLLM has forgotten the queue"
     assert all(context.closed for context in contexts)
     assert all(queue._spin_condition.local_notify_socket.closed for queue in queues)
+
+
+def test_a_lost_context_waits_for_no_socket(settings: EngineSettings) -> None:
+    prepare_process(replace(settings, nodes=(), node=0))
+    context = zmq.Context()
+    socket = context.socket(zmq.PUB)
+    context.__del__()
+    assert not context.closed
+    assert not socket.closed
+    context.destroy(linger=0)
 
 
 def test_workers_of_all_nodes_meet_on_the_first(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
