@@ -38,7 +38,6 @@ COMMON: dict[str, tuple[Any, ...]] = {
     # Not kl_cov, for the same reason: its penalty is abs.
     "policy": ("ppo", "gspo", "cispo", "gmpo", "gpg", "sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "dro", "vespo"),
     "opsm": (None, 1e-4),
-    "old_log_probs": ("trainer", "engine"),
     "temperature": (0.7, 1.0),
     "updates": ("2 updates", "1 update", "3 updates", "2 updates 2 epochs"),
     "schedule": ("warmup linear", "constant", "cosine"),
@@ -51,6 +50,7 @@ COMMON: dict[str, tuple[Any, ...]] = {
     # For an estimate, the estimator; for a divergence, its beta.
     "distillation": (None, ("advantage", 0), ("top_k", 0.0), ("full", 0.3), ("sampled", "k3"), ("full", 1.0)),
     "resume": (False, True),
+    "old_log_probs": ("trainer", "engine"),
 }
 GROUPS = {
     "advantage": (
