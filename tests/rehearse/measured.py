@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.config.schema import ParallelConfig
@@ -24,11 +25,12 @@ from tests.engine import tiny_training
 
 
 class Observing(TorchDispatchMode):
-    """Shows every operation of a real run to a timeline."""
+    """Shows every operation of a real run to a timeline, except those of a file of torch's communication: gloo copies
+    what it reduces, and NCCL does not."""
 
-    def __init__(self, timeline: MemoryTimeline) -> None:
+    def __init__(self, timeline: MemoryTimeline, file: str = "torch/distributed/") -> None:
         super().__init__()
-        self._timeline = timeline
+        self._timeline, self._file = timeline, file
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -37,9 +39,10 @@ class Observing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own dispatch calls the operation on the rank's shard
         result = func(*args, **(kwargs or {}))
-        # gloo copies what it reduces, and NCCL does not.
-        if "torch/distributed/" not in sys._getframe(1).f_code.co_filename:
+        if self._file not in sys._getframe(1).f_code.co_filename:
             self._timeline.observe(func, args, result)
         return result
 

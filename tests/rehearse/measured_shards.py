@@ -4,14 +4,9 @@ ranks."""
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrl.config.lora import LoraConfig
 from mrl.config.schema import FsdpConfig, ParallelConfig, TrainedModelConfig
@@ -26,6 +21,7 @@ from mrl.rehearse.sharded import sharded_answers
 from mrl.rehearse.stand_ins import replaced
 from mrl.rehearse.timeline import MemoryTimeline
 from tests.engine import tiny_training
+from tests.rehearse.measured import Observing
 
 
 @dataclass(frozen=True)
@@ -39,29 +35,6 @@ class Case:
     lora: LoraConfig | None = None
 
 
-class Observing(TorchDispatchMode):
-    """Shows every operation of a real run to a timeline."""
-
-    def __init__(self, timeline: MemoryTimeline) -> None:
-        super().__init__()
-        self._timeline = timeline
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # its wrapper would hide the caller
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own dispatch calls the operation on the rank's shard
-        result = func(*args, **(kwargs or {}))
-        # gloo copies what it reduces, and NCCL does not.
-        if not sys._getframe(1).f_code.co_filename.endswith("distributed_c10d.py"):
-            self._timeline.observe(func, args, result)
-        return result
-
-
 Measured = dict[str, int]
 """The peak of each phase of a rank."""
 
@@ -71,7 +44,8 @@ def really(cases: list[Case]) -> list[Measured]:
     found = []
     for case in cases:
         timeline = MemoryTimeline()
-        with shard_groups(case.layout, None, seed=1) as groups, timeline.follows_resizing(), Observing(timeline):
+        observing = Observing(timeline, "distributed_c10d.py")  # other files make the buffers of `fully_shard`
+        with shard_groups(case.layout, None, seed=1) as groups, timeline.follows_resizing(), observing:
             _run(case, groups, timeline, HfReader)
         found.append({phase.name: phase.peak for phase in timeline.phases})
     return found
