@@ -102,8 +102,12 @@ def node_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 @contextmanager
 def store_without_a_file() -> Iterator[None]:
-    """Use a temporary directory for the store file of a single-process engine, removed even if the engine is killed."""
+    """Use a temporary directory for the store file of a single-process engine, removed even if the engine is killed.
+
+    vLLM remembers where its sockets go when an engine starts. That place must outlast the directory.
+    """
     before = tempfile.tempdir
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
     with tempfile.TemporaryDirectory(prefix="mrl-") as directory:
         tempfile.tempdir = directory
         try:

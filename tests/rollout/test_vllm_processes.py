@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import zmq
+from vllm import envs
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -22,7 +24,7 @@ from mrl.errors import RolloutError
 from mrl.rollout.engine import EngineSettings
 from mrl.rollout.replica import RolloutReplica
 from mrl.rollout.vllm_engine import VllmEngine, engine_arguments
-from mrl.rollout.vllm_processes import VllmFollower, end_engine, prepare_process
+from mrl.rollout.vllm_processes import VllmFollower, end_engine, prepare_process, store_without_a_file
 from mrl.weight_sync import vllm_plugin
 from mrl.weight_sync.vllm_plugin import ENDS_WITH_PARENT
 
@@ -61,6 +63,16 @@ def test_a_lost_context_waits_for_no_socket(settings: EngineSettings) -> None:
     assert not context.closed
     assert not socket.closed
     context.destroy(linger=0)
+
+
+def test_sockets_outlast_the_directory_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "")  # restored afterwards
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH")
+    with store_without_a_file():
+        store = Path(tempfile.gettempdir())
+        sockets = Path(envs.VLLM_RPC_BASE_PATH)  # vLLM reads it while it starts, and keeps it
+    assert sockets.is_dir()
+    assert not store.exists()
 
 
 def test_workers_of_all_nodes_meet_on_the_first(settings: EngineSettings, monkeypatch: pytest.MonkeyPatch) -> None:
