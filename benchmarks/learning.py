@@ -29,6 +29,13 @@ CHANGES: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in ALGORI
     "opo": ("grpo", ["algorithm.advantage=opo"]),
     "gpg": ("grpo", ["algorithm.advantage=gpg", "algorithm.loss.policy=gpg"]),
     "reinforce_plus_plus_baseline": ("grpo", ["algorithm.advantage=reinforce_plus_plus_baseline"]),
+    "online_dpo": (
+        "grpo",
+        [
+            "algorithm={advantage: online_dpo, dpo_beta: 0.1, loss: {policy: gpg, aggregation: token-sum}}",
+            "batch.samples_per_update=512",
+        ],
+    ),
     "gspo": (
         "grpo",
         ["algorithm.loss={policy: gspo, aggregation: seq-mean-token-mean, clip_low: 3e-2, clip_high: 4e-2}"],

@@ -8,14 +8,15 @@ scale of the reward, not the quality of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mrl.algos.groups import Outcomes, PromptGroups, check_not_negative
 from mrl.algos.rows import Reduce, Rows, apply_mask, at_least_float32, identity
+from mrl.algos.sampled_pairs import SampledPairs
 from mrl.config.algorithm import AlgorithmConfig
 from mrl.errors import BatchError, ConfigError, Problem, RewardError
 from mrl.registry import Registry
@@ -107,6 +108,8 @@ class Advantages:
 
     advantages_T: Tensor
     returns_T: Tensor | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the whole batch, equal on all ranks."""
 
 
 AdvantageEstimator = Callable[..., Advantages]
@@ -325,3 +328,27 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, config: AlgorithmConfi
     """REINFORCE++ with a baseline (arXiv 2501.03262): A = whiten(s_i - mean over i's group) over all tokens."""
     centered_T = _expand("reinforce_plus_plus_baseline", dr_grpo, inputs)
     return Advantages(whiten(centered_T, inputs.mask_T, inputs.sum_over_ranks))
+
+
+@ADVANTAGES.register("online_dpo")
+def online_dpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """Online DPO (arXiv 2402.04792): A_i = dpo_beta / G sum_j +-w_ij sigmoid(-dpo_beta D_ij) over the pairs of row i.
+
+    A pair is a best and a worst row of a group whose scores differ; rows of equal score share it, w = 1 / their number
+    of pairs. G is the number of such groups, and D the log-ratio of the better row minus that of the worse, each
+    log pi_old - log pi_ref summed over tokens. With the loss -A log pi, summed over tokens, the gradient of a first
+    update is that of the mean of -log sigmoid(dpo_beta D) over groups. Rows in no pair have A = 0 and are counted.
+    """
+    figures: dict[str, float] = {}
+
+    def row_advantage(scores_B: Tensor, groups: PromptGroups, batch: Outcomes) -> Tensor:
+        if batch.log_ratios_B is None:
+            raise BatchError("online_dpo needs the log-probs of policy and reference (`log_ratios_B`)")
+        pairs = SampledPairs.of(scores_B, groups)
+        margin_P = config.dpo_beta * pairs.gap(batch.log_ratios_B.to(torch.float64))
+        figures.update(pairs.figures(margin_P))
+        slope_P = config.dpo_beta * pairs.weight_P * torch.sigmoid(-margin_P)
+        zeros_B = torch.zeros_like(scores_B)
+        return zeros_B.index_add(0, pairs.better_P, slope_P).index_add(0, pairs.worse_P, -slope_P)
+
+    return Advantages(_expand("online_dpo", row_advantage, inputs), figures=figures)

@@ -86,6 +86,8 @@ class Outcomes:
     num_tokens_B: Tensor
     rewards: Sequence[tuple[float, Tensor]] = ()
     """Weight and scores of each reward function, for estimators that normalize each."""
+    log_ratios_B: Tensor | None = None
+    """log pi_old - log pi_ref of each row, summed over its tokens, for estimators that compare with the reference."""
 
     def __post_init__(self) -> None:
         if not (self.scores_B.shape == self.num_tokens_B.shape == (len(self.uids),)):

@@ -135,7 +135,9 @@ def _who(config: AnyConfig, pool: str) -> str:
         names.append(role)
         if role == "actor" and isinstance(config, Config):
             names += [] if "rollout" in config.placement.roles else ["rollout"]
-            names += [f"reference (kl.where: {config.algorithm.kl.where})"] if has_reference(config) else []
+            where = f"kl.where: {config.algorithm.kl.where}"
+            reader = where if config.algorithm.kl.where != "none" else config.algorithm.advantage
+            names += [f"reference ({reader})"] if has_reference(config) else []
         elif role == "actor" and has_reference(config):
             names.append("reference (preference.reference: in_place)")
     return ", ".join(names) + (" take turns" if len(names) > 1 else "")

@@ -9,10 +9,12 @@ from mrl.config.bounds import Amount, Bound, Count, Proportion, Share, at_least,
 
 ADVANTAGES = (
     *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo", "online_dpo"),
 )
 VECTOR_ADVANTAGES = ("gdpo",)
 """Advantage estimators that read each reward function's score, not only the weighted sum."""
+REFERENCE_ADVANTAGES = ("online_dpo",)
+"""Advantage estimators that compare the policy with the reference, wherever the KL is applied."""
 POLICY_LOSSES = (
     *("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg"),
     *("sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov", "dro", "vespo", "m2po"),
@@ -30,7 +32,8 @@ class KlConfig:
     """How the policy is kept close to the reference model."""
 
     where: Literal["none", "reward", "loss", "both"] = "none"
-    """Where the KL divergence is applied. Any value except `none` keeps a reference model in addition to the actor."""
+    """Where the KL divergence is applied. Any value except `none` keeps a reference model in addition to the actor;
+    `online_dpo` keeps one for every value."""
     coef: Amount = 0.001
     """Coefficient of the divergence in the reward and in the loss. Adaptive control changes only the reward's."""
     in_reward: KlEstimator = "k1"
@@ -200,6 +203,8 @@ class AlgorithmConfig:
     1 - 1 / (alpha l), at least 0, instead of `lam`. Null uses `lam`."""
     whiten: bool = True
     """For `gae`: whiten the advantages over the batch."""
+    dpo_beta: Share = 0.1
+    """For `online_dpo`: strength of the reference. A larger value keeps the policy closer to it."""
     kl: KlConfig = field(default_factory=KlConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     dynamic_sampling: DynamicSamplingConfig | None = None

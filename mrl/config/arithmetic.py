@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.algorithm import CHOOSING_LOSSES
+from mrl.config.algorithm import CHOOSING_LOSSES, REFERENCE_ADVANTAGES
 from mrl.config.mesh import Mesh
 from mrl.config.schema import (
     BatchConfig,
@@ -49,6 +49,7 @@ def needs_old_log_probs(config: Config) -> bool:
     if algorithm.old_log_probs != "trainer":
         return False
     reads = algorithm.kl.where in ("reward", "both") or algorithm.loss.policy in CHOOSING_LOSSES
+    reads = reads or algorithm.advantage in REFERENCE_ADVANTAGES
     return updates_per_step(config.batch) > 1 or reads or algorithm.correction is not None
 
 
@@ -72,7 +73,8 @@ def keeps_reference(config: AnyConfig) -> bool:
 def has_reference(config: AnyConfig) -> bool:
     """Return whether the actor computes the reference: with a copy of its first weights, or without its adapters."""
     if isinstance(config, Config):
-        return config.algorithm.kl.where != "none" and config.reference is None
+        reads = config.algorithm.kl.where != "none" or config.algorithm.advantage in REFERENCE_ADVANTAGES
+        return reads and config.reference is None
     if not isinstance(config, DpoConfig) or config.preference.loss in WITHOUT_REFERENCE:
         return False
     return config.preference.reference == "in_place"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.algorithm import CHOOSING_LOSSES
+from mrl.config.algorithm import CHOOSING_LOSSES, REFERENCE_ADVANTAGES
 from mrl.config.arithmetic import has_reference, needs_old_log_probs, updates_per_step
 from mrl.config.schema import Config
 
@@ -42,6 +42,7 @@ def _charges_kl(config: Config, where: str) -> bool:
 
 def _needed_for_advantages(config: Config) -> Columns:
     estimator: dict[str, Columns] = {"gae": ("values",), "remax": ("baseline_scores",)}
+    estimator |= dict.fromkeys(REFERENCE_ADVANTAGES, ("old_log_probs", "ref_log_probs"))
     kl = ("old_log_probs", "ref_log_probs") if _charges_kl(config, "reward") else ()
     return estimator.get(config.algorithm.advantage, ()) + kl
 
@@ -109,7 +110,7 @@ LOG_PROB = StepCall(
     role="actor",
     method="compute_log_prob",
     when="`algorithm.old_log_probs` is `trainer`, and there are several updates a step, a KL in the reward, a "
-    "correction, or the loss `clip_cov`, `kl_cov` or `m2po`",
+    "correction, `online_dpo`, or the loss `clip_cov`, `kl_cov` or `m2po`",
     is_made=lambda config: needs_old_log_probs(config) and config.algorithm.router_replay != "R2",
     writes=("old_log_probs",),
     optional=("response_mask", "rollout_log_probs", "staleness", "routes"),
@@ -126,14 +127,14 @@ LOG_PROB_WITH_ROUTES = StepCall(
 REF_LOG_PROB = StepCall(
     role="actor",
     method="compute_ref_log_prob",
-    when="`algorithm.kl.where` is not `none`, and the reference is the actor's frozen copy",
+    when="`algorithm.kl.where` is not `none`, or `online_dpo`; and the reference is the actor's frozen copy",
     is_made=has_reference,
     writes=("ref_log_probs",),
 )
 REFERENCE_LOG_PROB = StepCall(
     role="reference",
     method="compute_ref_log_prob",
-    when="`algorithm.kl.where` is not `none`, and the reference has a pool",
+    when="`algorithm.kl.where` is not `none`, or `online_dpo`; and the reference has a pool",
     is_made=lambda config: config.reference is not None,
     writes=("ref_log_probs",),
 )

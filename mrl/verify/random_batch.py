@@ -93,7 +93,7 @@ class RandomBatch:
             torch.tensor([x for row in own.rewards for x in row], dtype=torch.float64),
             own.column("values"),
             torch.tensor(own.baselines, dtype=torch.float64),
-            Outcomes(scores_B, self.uids, counts_B, [(1.0, scores_B)]),
+            Outcomes(scores_B, self.uids, counts_B, [(1.0, scores_B)], scores_B - 0.5 * counts_B),
             torch.tensor(rows),
             sum_over_ranks,
         )

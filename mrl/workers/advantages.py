@@ -18,7 +18,7 @@ from mrl.algos.advantages import (
 from mrl.algos.groups import Outcomes
 from mrl.algos.kl import mean_row_kl, token_kl
 from mrl.algos.rows import Reduce, Rows, apply_mask
-from mrl.config.algorithm import AlgorithmConfig
+from mrl.config.algorithm import REFERENCE_ADVANTAGES, AlgorithmConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.workers.messages import WholeBatch
@@ -43,10 +43,13 @@ def shard_advantages(
         scores_B = kl_penalized_scores(scores_B, kl_T, rows, mask_T, whole.kl_coef)
         kl = mean_row_kl(kl_T, rows, mask_T, sum_over_shards)
     sample_B = torch.tensor(whole.sample_of_row)[position_B]
-    sums = torch.zeros(3, len(whole.uids), dtype=torch.float64)
-    row_values = torch.stack([scores_B.double(), rows.count(mask_T).double(), torch.ones_like(scores_B).double()])
-    sums.index_add_(1, sample_B, row_values)
-    scores_S, num_tokens_S, num_rows_S = sum_over_shards(sums)
+    row_values = [scores_B.double(), rows.count(mask_T).double(), torch.ones_like(scores_B).double()]
+    if config.advantage in REFERENCE_ADVANTAGES:
+        ratio_T = columns["old_log_probs"].double() - columns["ref_log_probs"].double()
+        row_values.append(rows.sum(apply_mask(ratio_T, mask_T)))
+    sums = torch.zeros(len(row_values), len(whole.uids), dtype=torch.float64)
+    sums.index_add_(1, sample_B, torch.stack(row_values))
+    scores_S, num_tokens_S, num_rows_S, *log_ratios_S = sum_over_shards(sums)
     inputs = AdvantageInputs(
         rows,
         mask_T,
@@ -58,6 +61,7 @@ def shard_advantages(
             whole.uids,
             num_tokens_S,
             [(weight, torch.tensor(reward_S, dtype=torch.float64)) for weight, reward_S in whole.rewards],
+            log_ratios_S[0] if log_ratios_S else None,
         ),
         sample_B,
         sum_over_shards,
@@ -71,7 +75,7 @@ def shard_advantages(
     values_T, returns_T = columns.get("values"), estimate.returns_T
     if values_T is not None and returns_T is not None:
         measured |= {"returns": (returns_T, mask_T), "values": (values_T, mask_T)}
-    figures = _distributions(measured, sum_over_shards, max_over_shards)
+    figures = _distributions(measured, sum_over_shards, max_over_shards) | {**estimate.figures}
     if values_T is not None and returns_T is not None:
         figures["critic/vf_explained_var"] = _explained(returns_T, values_T, mask_T, sum_over_shards)
     estimates = {"advantages": estimate.advantages_T} | ({} if returns_T is None else {"returns": returns_T})

@@ -62,7 +62,10 @@ class Case:
 
     @property
     def outcomes(self) -> Outcomes:
-        return Outcomes(torch.tensor(self.scores, dtype=torch.float64), self.uids, self.rows.count(self.mask_T))
+        pairs = zip(self.written("old"), self.written("ref"), strict=True)
+        moved = [math.fsum(old) - math.fsum(ref) for old, ref in pairs]
+        scores_B, ratios_B = (torch.tensor(values, dtype=torch.float64) for values in (self.scores, moved))
+        return Outcomes(scores_B, self.uids, self.rows.count(self.mask_T), log_ratios_B=ratios_B)
 
 
 def make_case(seed: int) -> Case:

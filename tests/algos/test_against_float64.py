@@ -36,6 +36,7 @@ from mrl.algos.rollout_correction import (
     kept_tokens,
     mismatch_metrics,
 )
+from mrl.algos.sampled_pairs import SampledPairs
 from mrl.config.algorithm import (
     CHOOSING_LOSSES,
     AlgorithmConfig,
@@ -72,7 +73,7 @@ def test_all_names_are_tested() -> None:
     assert set(POLICY_LOSSES) - {"vanilla", "geo_mean", *CHOOSING_LOSSES} == set(oracles.POLICY_LOSSES)
     assert set(KL_ESTIMATORS) - {"kl", "mse", "low_var_kl"} == {"k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"}
     assert set(RATIO_LEVELS) == {"token", "sequence", "geometric", "none"}
-    assert len(set(adv.ADVANTAGES)) == 12
+    assert len(set(adv.ADVANTAGES)) == 13
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -275,6 +276,57 @@ def test_gdpo_normalizes_each_reward() -> None:
         per_row = [math.fsum(weight * values[row] for weight, values in of_each) for row in range(len(case.scores))]
         tokens = [[value] * sum(row) for value, row in zip(per_row, case.mask, strict=True)]
         assert_tokens(case, found.advantages_T, oracles.whiten(tokens), 1e-5)
+
+
+def test_online_dpo_has_the_gradient_of_the_mean_loss_of_its_pairs() -> None:
+    """The loss of DPO, a mean over the pairs of a prompt and then over prompts, differentiated by torch."""
+    config, loss = AlgorithmConfig(advantage="online_dpo", dpo_beta=0.4), LossConfig(policy="gpg")
+    for case in all_cases():
+        log_probs_T, ref_T = case.column("log_probs").requires_grad_(), case.column("ref")
+        moved_T = torch.where(case.mask_T, log_probs_T - ref_T, 0.0)
+        outcomes = replace(case.outcomes, log_ratios_B=case.rows.sum(moved_T).detach())
+        found = estimate_advantages(AdvantageInputs(case.rows, case.mask_T, batch=outcomes), config)
+        losses, in_pairs = [], set[int]()
+        for members in oracles.groups(case.uids).values():
+            ends = [end(case.scores[row] for row in members) for end in (max, min)]
+            if ends[0] == ends[1]:
+                continue
+            best, worst = ([row for row in members if case.scores[row] == end] for end in ends)
+            gaps = [
+                0.4 * (case.rows.sum(moved_T)[high] - case.rows.sum(moved_T)[low]) for high in best for low in worst
+            ]
+            losses.append(torch.stack([-torch.nn.functional.logsigmoid(gap) for gap in gaps]).mean())
+            in_pairs |= {*best, *worst}
+        expected_T = torch.zeros_like(log_probs_T)
+        if losses:
+            whole = torch.stack(losses).mean()
+            (expected_T,) = torch.autograd.grad(whole, log_probs_T)
+            assert close(found.figures["online_dpo/loss"], float(whole))
+        tokens = replace(case.policy_tokens, log_probs_T=log_probs_T, advantages_T=found.advantages_T)
+        objective = actor_objective(tokens, replace(loss, aggregation="token-sum"), norm_of(case, "token-sum"))
+        (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
+        assert torch.allclose(gradient_T, expected_T, rtol=1e-6, atol=1e-9)
+        assert not found.advantages_T[~case.mask_T].any()
+        assert found.figures["online_dpo/prompts_without_pair"] == len({*case.uids}) - len(losses)
+        assert found.figures["online_dpo/samples_without_pair"] == len(case.uids) - len(in_pairs)
+
+
+def test_online_dpo_pairs_the_best_and_the_worst_answer_and_shows_who_has_no_pair() -> None:
+    scores, uids = [1.0, 0.0, 0.5, 1.0, 0.0, 0.0, 2.0], ["a"] * 4 + ["b"] * 2 + ["c"]
+    pairs = SampledPairs.of(torch.tensor(scores), PromptGroups.of(uids))
+    assert list(zip(pairs.better_P.tolist(), pairs.worse_P.tolist(), strict=True)) == [(0, 1), (3, 1)]
+    assert pairs.weight_P.tolist() == [0.5, 0.5]
+    figures = pairs.figures(torch.tensor([1.0, -3.0]))
+    assert figures["online_dpo/pairs"] == 2
+    assert figures["online_dpo/prompts_without_pair"] == 2
+    assert figures["online_dpo/samples_without_pair"] == 4, "one between best and worst, three of equal scores"
+    assert (figures["online_dpo/accuracy"], figures["online_dpo/margin"]) == (0.5, -1)
+    nobody = SampledPairs.of(torch.ones(3), PromptGroups.of(["a"] * 3))
+    assert nobody.figures(torch.zeros(0)) == {
+        "online_dpo/pairs": 0,
+        "online_dpo/prompts_without_pair": 1,
+        "online_dpo/samples_without_pair": 3,
+    }
 
 
 def test_reinforce_plus_plus_baseline() -> None:

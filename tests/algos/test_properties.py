@@ -43,7 +43,7 @@ LOSSES = [
 ]
 GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk"]
 TOKEN_WISE = ["gae", "reinforce_plus_plus", "remax"]
-ALL = [*GROUP_WISE, *TOKEN_WISE, "reinforce_plus_plus_baseline"]
+ALL = [*GROUP_WISE, *TOKEN_WISE, "reinforce_plus_plus_baseline", "online_dpo"]
 NUM_EXAMPLES = 8 if NUM_CASES >= 1000 else 2
 few = settings(max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 seeds = st.integers(min_value=0, max_value=10_000)

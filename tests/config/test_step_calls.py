@@ -55,3 +55,17 @@ def test_old_log_probs_come_from_where_they_are_wanted(source: str, read: set[st
     )
     assert (step_calls.LOG_PROB in step_calls.step_calls(config)) == (source == "trainer")
     assert {*step_calls.UPDATE_ACTOR.needs(config)} == read
+
+
+def test_online_dpo_compares_with_the_reference_without_any_kl() -> None:
+    ours = ["algorithm={advantage: online_dpo, kl: {where: none}, loss: {policy: gpg, aggregation: token-sum}}"]
+    ours += ["batch={prompts_per_step: 8, samples_per_prompt: 2, samples_per_update: 16}"]
+    config = load_config("configs/laptop-grpo.yaml", ours).config
+    made = step_calls.step_calls(config)
+    assert {step_calls.LOG_PROB, step_calls.REF_LOG_PROB} < {*made}
+    assert {*step_calls.ACTOR_ADVANTAGES.needs(config)} == KL_COLUMNS
+    assert not step_calls.UPDATE_ACTOR.needs(config)
+    apart = ["placement={pools: {laptop: 2, r: 2}, roles: {reference: r}}", "cluster.devices_per_node=4"]
+    made = step_calls.step_calls(load_config("configs/laptop-grpo.yaml", [*ours, *apart]).config)
+    assert step_calls.REFERENCE_LOG_PROB in made
+    assert step_calls.REF_LOG_PROB not in made

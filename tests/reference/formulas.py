@@ -148,13 +148,63 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
         pairs = zip(rows, rewards, strict=True)
         advantages = [[value - row.baseline for value in discounted(of_row, 1.0)] for row, of_row in pairs]
     else:
-        per_row = _of_each_reward(rows) if name == "gdpo" else row_advantages(name, rows, scores)
+        by_name = {"gdpo": lambda: _of_each_reward(rows), "online_dpo": lambda: _of_pairs(rows, scores, algorithm)}
+        per_row = by_name.get(name, lambda: row_advantages(name, rows, scores))()
         advantages = [[value] * row.num_written for row, value in zip(rows, per_row, strict=True)]
         if name in ("reinforce_plus_plus_baseline", "gdpo"):
             advantages = whitened(rows, advantages)
     for row, of_row in zip(rows, advantages, strict=True):
         row.columns["advantages"] = torch.tensor(of_row, dtype=torch.float64)
     return float(sum(row_kls) / max(len(row_kls), 1)), [sum(of_row) for of_row in rewards]
+
+
+def dpo_margins(rows: Sequence[Row], scores: Sequence[float], beta: float) -> list[dict[tuple[int, int], float]]:
+    """Return beta (log-ratio of a best row - log-ratio of a worst row) by these rows, for each prompt whose scores
+    differ."""
+    margins = []
+    for uid in dict.fromkeys(row.uid for row in rows):
+        group = [index for index, row in enumerate(rows) if row.uid == uid]
+        ends = [end(scores[index] for index in group) for end in (max, min)]
+        if ends[0] == ends[1]:
+            continue
+        best, worst = ([index for index in group if scores[index] == end] for end in ends)
+        moved = {
+            at: float((rows[at].columns["old_log_probs"] - rows[at].columns["ref_log_probs"]).sum()) for at in group
+        }
+        margins.append({(high, low): beta * (moved[high] - moved[low]) for high in best for low in worst})
+    return margins
+
+
+def _of_pairs(rows: Sequence[Row], scores: Sequence[float], algorithm: dict[str, Any]) -> list[float]:
+    """Return minus the derivative of DPO's loss by each row's log-prob: -log sigmoid(margin), averaged over the pairs
+    of a prompt, then over prompts."""
+    beta, advantages = algorithm["dpo_beta"], [0.0] * len(rows)
+    prompts = dpo_margins(rows, scores, beta)
+    for margins in prompts:
+        for (best, worst), margin in margins.items():
+            slope = beta / (1 + math.exp(margin)) / len(margins) / len(prompts)
+            advantages[best] += slope
+            advantages[worst] -= slope
+    return advantages
+
+
+def dpo_figures(rows: Sequence[Row], scores: Sequence[float], beta: float) -> dict[str, float]:
+    """Return the figures of online DPO's pairs."""
+    prompts = dpo_margins(rows, scores, beta)
+    in_pairs = {index for margins in prompts for pair in margins for index in pair}
+    figures = {
+        "pairs": sum(map(len, prompts)),
+        "prompts_without_pair": len({row.uid for row in rows}) - len(prompts),
+        "samples_without_pair": len(rows) - len(in_pairs),
+    }
+    of_pair = {
+        "loss": lambda margin: math.log1p(math.exp(-margin)),
+        "accuracy": lambda margin: (margin > 0) + 0.5 * (margin == 0),
+        "margin": lambda margin: margin,
+    }
+    for name, function in of_pair.items() if prompts else ():
+        figures[name] = statistics.fmean(statistics.fmean(map(function, margins.values())) for margins in prompts)
+    return {f"online_dpo/{name}": float(value) for name, value in figures.items()}
 
 
 def _of_each_reward(rows: Sequence[Row]) -> list[float]:

@@ -68,6 +68,14 @@ VALUES = {
     "warmup": (1, 0, 2),
     "head": ("made", "new"),
 } | COMMON
+PAIRS: dict[str, Any] = {name: levels[0] for name, levels in GROUPS.items()} | {
+    "advantage": "online_dpo",
+    "aggregation": "token-sum",
+    "policy": "gpg",
+    "updates": "1 update",
+}
+"""An estimator that most levels of the other factors contradict."""
+OF_PAIRS = ({}, {"kl": "loss", "mask": True, "entropy": 0.0}, {"resume": True}, {"kl": "loss", "reward_model": 0.5})
 SCHEDULES = {
     "constant": {},
     "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},
@@ -133,6 +141,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
             "gamma": options["gamma"][0],
             "lam": options["gamma"][1],
             "whiten": options.get("whiten", True),
+            "dpo_beta": 0.5,
             **({} if options.get("whiten", True) else {"lam_critic": 1.0, "lam_length": 0.3}),
             "kl": kl | ({"target": 0.002, "horizon_samples": 50} if adaptive else {}),
             "loss": {
@@ -220,6 +229,7 @@ def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
     """Return ranks and cases of each part by name. Quick parts are few cases with each level of each factor."""
     combinations = [("values", options) for options in pairwise(VALUES)]
     combinations += [("groups", options) for options in pairwise(GROUPS)]
+    combinations += [("pairs", PAIRS | changes) for changes in OF_PAIRS]
     parts: dict[str, tuple[int, list[LocalCase]]] = {}
     for ranks in (1, 2):
         cases = [

@@ -117,12 +117,13 @@ class Reference:
             or kl["where"] in ("reward", "both")
             or self.algorithm["correction"] is not None
             or self.algorithm["loss"]["policy"] in ("clip_cov", "kl_cov", "m2po")
+            or self.algorithm["advantage"] == "online_dpo"
         ):
             add_column(rows, "old_log_probs", lambda row: self.log_probs(self.actor, row)[0])
             figures |= formulas.mismatch(rows)
             if self.algorithm["correction"] is not None:
                 figures |= formulas.correction_figures(self.algorithm["correction"], rows)
-        if kl["where"] != "none":
+        if kl["where"] != "none" or self.algorithm["advantage"] == "online_dpo":
             add_column(rows, "ref_log_probs", lambda row: self.log_probs(self.initial, row)[0])
         if self.config["teacher"] is not None:
             add_column(rows, "teacher_log_probs", lambda row: self.log_probs(self.teacher, row)[0])
@@ -130,6 +131,8 @@ class Reference:
             add_column(rows, "values", lambda row: token_values(self.critic, row))
         figures["reward/kl"], rewards = formulas.add_advantages(rows, self.algorithm, self.kl_coef)
         figures |= spread_of("critic/rewards", rewards)
+        if self.algorithm["advantage"] == "online_dpo":
+            figures |= formulas.dpo_figures(rows, [row.score for row in rows], self.algorithm["dpo_beta"])
         for name in ("advantages", "returns", "values")[: 3 if self.critic is not None else 1]:
             figures |= spread_of(f"critic/{name}", torch.cat([row.columns[name] for row in rows]).tolist())
         if self.critic is not None:

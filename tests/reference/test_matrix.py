@@ -54,6 +54,7 @@ BITE = (
     *("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac", "reward/kl", "actor/kl_loss"),
     *("actor/entropy", "reward/failed/raised", "sampling/uniform_prompts", "reward/overlong_penalty"),
     *("reward/model/mean", "reward/greedy/mean", "response_length/clip_ratio", "groups/uniform_share"),
+    *("online_dpo/pairs", "online_dpo/samples_without_pair", "online_dpo/margin"),
     *("actor/distill_loss", "actor/taught_share", "actor/teacher_kl"),
     *("mismatch/rollout_is_ratio_fraction_high", "mismatch/rollout_is_ratio_fraction_low"),
 )

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mrl.config.algorithm import ADVANTAGES, CHOOSING_LOSSES, VECTOR_ADVANTAGES, CorrectionConfig
-from mrl.config.arithmetic import corrects_engines, updates_per_step
+from mrl.config.arithmetic import corrects_engines, samples_per_step, updates_per_step
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.errors import Problem
 
 _ADVANTAGE, _DISTILLATION = "algorithm.advantage", "algorithm.distillation"
 _WITHOUT_VALUES = tuple(name for name in ADVANTAGES if name != "gae")
-_COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo")
+_COMPARING = (
+    *("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo"),
+    "online_dpo",
+)
 
 
 def check_algorithm(config: Config) -> Iterator[Problem]:
@@ -48,6 +51,8 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
     yield from _without_penalties(config)
     yield from _several_rewards(config)
     yield from _distillation(config)
+    if algorithm.advantage == "online_dpo":
+        yield from _online_dpo(config)
     if algorithm.router_replay != "none":
         yield from _router_replay(config)
 
@@ -102,6 +107,33 @@ def _covariance(config: Config) -> Iterator[Problem]:
     if loss.policy in CHOOSING_LOSSES and distillation is not None and distillation.form == "advantage":
         what = f"{loss.policy} reads the covariance of advantages before the teacher's part is added to them"
         yield problem(f"{_DISTILLATION}.form", what, f"{_DISTILLATION}.form=top_k, or algorithm.loss.policy=ppo")
+
+
+def _online_dpo(config: Config) -> Iterator[Problem]:
+    """Yield what gives the loss of sampled pairs another gradient than that of DPO."""
+    algorithm, loss = config.algorithm, config.algorithm.loss
+    if config.batch.samples_per_prompt == 1:
+        what = "online_dpo makes a pair of two samples of a prompt, but there is only one"
+        yield problem("batch.samples_per_prompt", what, "batch.samples_per_prompt=2")
+    if loss.policy != "gpg":
+        what = f"online_dpo has DPO's gradient with the loss -A log pi, not with {loss.policy}"
+        yield problem("algorithm.loss.policy", what, "algorithm.loss.policy=gpg")
+    if loss.aggregation != "token-sum":
+        what = f"DPO adds up the log-probs of a response and averages over pairs, unlike {loss.aggregation}"
+        yield problem("algorithm.loss.aggregation", what, "algorithm.loss.aggregation=token-sum")
+    if (updates := updates_per_step(config.batch)) > 1:
+        what = f"a step has {updates} updates, and pairs are weighed by the policy before the first"
+        fix = f"batch.samples_per_update={samples_per_step(config.batch)} and batch.epochs_per_step=1"
+        yield problem("batch.samples_per_update", what, fix)
+    if algorithm.old_log_probs != "trainer":
+        what = "online_dpo weighs pairs by the trainer's log-probs from before the update"
+        yield problem("algorithm.old_log_probs", what, "algorithm.old_log_probs=trainer")
+    if loss.opsm_delta is not None:
+        what = "would drop the rejected response of a pair alone"
+        yield problem("algorithm.loss.opsm_delta", what, "algorithm.loss.opsm_delta=null")
+    if algorithm.correction is not None:
+        what = "weighs the two responses of a pair differently; DPO's loss of a pair needs no weights"
+        yield problem("algorithm.correction", what, "algorithm.correction=null and asynchrony.ahead=0")
 
 
 def _several_rewards(config: Config) -> Iterator[Problem]:

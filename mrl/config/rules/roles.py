@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mrl.config.algorithm import REFERENCE_ADVANTAGES
 from mrl.config.arithmetic import longest_sample_tokens, tokens_limit
 from mrl.config.rules.cluster import placed
 from mrl.config.rules.problems import near_multiples, nearest, problem, stays_in_a_node
@@ -97,7 +98,8 @@ def _unread(config: Config) -> Iterator[Problem]:
     if config.critic is not None and advantage != "gae" and ":" not in advantage:
         what = f"{advantage} does not read a critic's values"
         yield problem("critic", what, "critic=null, or algorithm.advantage=gae")
-    if config.reference is not None and config.algorithm.kl.where == "none":
+    is_read = config.algorithm.kl.where != "none" or advantage in REFERENCE_ADVANTAGES
+    if config.reference is not None and not is_read:
         what = "algorithm.kl.where is none: nothing reads the reference model"
         fix = "algorithm.kl.where=loss, or placement.roles.reference=null and reference=null"
         yield problem("reference", what, fix)
