@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.algorithm import CHOOSING_LOSSES, REFERENCE_ADVANTAGES
+from mrl.config.algorithm import CHOOSING_LOSSES, REFERENCE_ADVANTAGES, AlgorithmConfig
 from mrl.config.mesh import Mesh
 from mrl.config.schema import (
     BatchConfig,
@@ -70,11 +70,15 @@ def keeps_reference(config: AnyConfig) -> bool:
     return has_reference(config) and config.actor.lora is None
 
 
+def reads_reference(algorithm: AlgorithmConfig) -> bool:
+    """Return whether a KL or the advantages compare the policy with the reference."""
+    return algorithm.kl.where != "none" or algorithm.advantage in REFERENCE_ADVANTAGES
+
+
 def has_reference(config: AnyConfig) -> bool:
     """Return whether the actor computes the reference: with a copy of its first weights, or without its adapters."""
     if isinstance(config, Config):
-        reads = config.algorithm.kl.where != "none" or config.algorithm.advantage in REFERENCE_ADVANTAGES
-        return reads and config.reference is None
+        return reads_reference(config.algorithm) and config.reference is None
     if not isinstance(config, DpoConfig) or config.preference.loss in WITHOUT_REFERENCE:
         return False
     return config.preference.reference == "in_place"

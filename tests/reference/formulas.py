@@ -192,7 +192,7 @@ def dpo_figures(rows: Sequence[Row], scores: Sequence[float], beta: float) -> di
     """Return the figures of online DPO's pairs."""
     prompts = dpo_margins(rows, scores, beta)
     in_pairs = {index for margins in prompts for pair in margins for index in pair}
-    figures = {
+    figures: dict[str, float] = {
         "pairs": sum(map(len, prompts)),
         "prompts_without_pair": len({row.uid for row in rows}) - len(prompts),
         "samples_without_pair": len(rows) - len(in_pairs),

@@ -75,7 +75,12 @@ PAIRS: dict[str, Any] = {name: levels[0] for name, levels in GROUPS.items()} | {
     "updates": "1 update",
 }
 """An estimator that most levels of the other factors contradict."""
-OF_PAIRS = ({}, {"kl": "loss", "mask": True, "entropy": 0.0}, {"resume": True}, {"kl": "loss", "reward_model": 0.5})
+OF_PAIRS: tuple[dict[str, Any], ...] = (
+    {},
+    {"kl": "loss", "mask": True, "entropy": 0.0},
+    {"resume": True},
+    {"kl": "loss", "reward_model": 0.5},
+)
 SCHEDULES = {
     "constant": {},
     "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mrl.config.algorithm import REFERENCE_ADVANTAGES
-from mrl.config.arithmetic import longest_sample_tokens, tokens_limit
+from mrl.config.arithmetic import longest_sample_tokens, reads_reference, tokens_limit
 from mrl.config.rules.cluster import placed
 from mrl.config.rules.problems import near_multiples, nearest, problem, stays_in_a_node
 from mrl.config.schema import Config
@@ -98,8 +97,7 @@ def _unread(config: Config) -> Iterator[Problem]:
     if config.critic is not None and advantage != "gae" and ":" not in advantage:
         what = f"{advantage} does not read a critic's values"
         yield problem("critic", what, "critic=null, or algorithm.advantage=gae")
-    is_read = config.algorithm.kl.where != "none" or advantage in REFERENCE_ADVANTAGES
-    if config.reference is not None and not is_read:
+    if config.reference is not None and not reads_reference(config.algorithm):
         what = "algorithm.kl.where is none: nothing reads the reference model"
         fix = "algorithm.kl.where=loss, or placement.roles.reference=null and reference=null"
         yield problem("reference", what, fix)
