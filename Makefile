@@ -38,7 +38,7 @@ demo: install ## train a small model on this machine
 UNIT := algos config data models protocol plan cli
 unit: ## the quick tests without Ray, Megatron and vLLM, in an environment without them: a minute
 	$(call environment,.venv-unit)
-	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 MRL_ALGO_CASES=50 MRL_FUZZ_S=0.3 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
+	PYTHONPATH=$(CURDIR) MRL_ALGO_CASES=50 MRL_FUZZ_S=0.3 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
 
 JOBS := 2
 PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)

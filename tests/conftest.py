@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+# Every test process computes with one thread, as an actor of Ray with one CPU does. Otherwise vLLM sets the number of
+# torch's threads, and another thread of the process may be in the middle of a step. torch reads this at its import.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import mrl.controller  # noqa: F401 - before any test imports ray: it settles how Ray authenticates
 from tests import minutes, sweep
 

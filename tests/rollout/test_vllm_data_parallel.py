@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mrl.rollout.engine import Cache, RolloutEngine
 from mrl.rollout.requests import Sampling
@@ -32,6 +33,8 @@ def test_ranks_that_share_experts_compute_with_each_version(
     engine: Any = make_engine(ENGINE, small("qwen3_moe"), dp=2, enable_expert_parallel=True)
     print("standard output is kept")
     assert "standard output is kept" in capfd.readouterr().out
+    with ThreadPoolExecutor(1) as new_thread:  # a rank that starts does not change the threads of the whole process
+        assert new_thread.submit(torch.get_num_threads).result() == torch.get_num_threads()
     oracle = make_engine("transformers", small("qwen3_moe"))
     first, second = update(engine, small("qwen3_moe"), 1)
     update(oracle, small("qwen3_moe"), 1)
