@@ -68,6 +68,7 @@ def rehearsed(cases: list[Case], rank: int) -> list[Measured]:
 
 def _run(case: Case, groups: ShardGroups, timeline: MemoryTimeline, reader: Any) -> None:
     """Load the model, score, and make two updates; the first makes Adam's moments."""
+    gc.disable()  # it would free cycles at other moments in a run and alone
     settings = TrainedModelConfig(
         strategy="fsdp",
         parallel=case.layout,
@@ -84,7 +85,7 @@ def _run(case: Case, groups: ShardGroups, timeline: MemoryTimeline, reader: Any)
     with timeline.phase("score"):
         engine.forward(rows, batches, ScoreRequest())
     for phase in ("first update", "second update"):
-        gc.collect()  # cycles would be freed at other moments in either process
+        gc.collect()
         with timeline.phase(phase):
             engine.update(rows, batches, tiny_training.negative_score, ScoreRequest())
     with timeline.phase("offload"):
