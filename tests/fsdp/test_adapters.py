@@ -134,7 +134,7 @@ def with_fsdp(case: Case, directory: str, *, saves: bool) -> dict[str, Any]:
         engine = fresh(case, groups, seed=1 if saves else 2)
         assert engine.adapters is not None
         weights = engine.adapters.merged(engine.weights_to_send(), torch.float32)
-        read_merged(engine, weights, 2)
+        read_merged(engine, weights, -1)  # it keeps those that it reads last
         if saves:
             found = {"first": log_probs_by_row(engine)}
             step(engine)
@@ -146,10 +146,10 @@ def with_fsdp(case: Case, directory: str, *, saves: bool) -> dict[str, Any]:
         return found | {"third": step(engine)}
 
 
-def read_merged(engine: FsdpEngine, weights: MergedWeights, num: int | None = None) -> list[tuple[str, Region, Floats]]:
+def read_merged(engine: FsdpEngine, weights: MergedWeights, order: int = 1) -> list[tuple[str, Region, Floats]]:
     """Return the rank's parts of the weights as engines get them merged."""
     weights.begin()
-    shards = [shard for shard, _ in engine.held_tensors()][:num]
+    shards = [shard for shard, _ in engine.held_tensors()][::order]
     found = [(x.name, x.pieces[0].source, weights[0, x.name].float().numpy().copy()) for x in shards]
     weights.forget()
     return found
