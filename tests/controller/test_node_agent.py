@@ -125,6 +125,20 @@ def test_a_process_that_has_no_log_yet_is_not_ended_by_the_question(
     assert sleeper.poll() is None
 
 
+def test_a_stopped_process_is_woken_to_say_where_it_is(tmp_path: Path) -> None:
+    log = log_path(tmp_path, 0)
+    program = REDIRECTED.replace("{signal}", str(int(signal.SIGSTOP))).replace("{harmless}", "True")
+    with subprocess.Popen([sys.executable, "-c", program, str(log)]) as process:
+        identity = id_of(process)
+        deadline = time.monotonic() + 30
+        while not view(identity).is_stopped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert view(identity).is_stopped
+        (answer,) = NodeAgent().stacks([(identity, str(log))])
+        process.kill()
+    assert 'File "<string>", line' in answer
+
+
 def test_a_node_sees_files_and_says_how_it_is_guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").touch()
     agent = NodeAgent()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mrl.controller.node_calls import RAISED
+from mrl.controller.worker import Dispatch, MethodSpec
 from mrl.controller.worker_host import RankFailed, WorkerHost
 from mrl.errors import RewardError
 
@@ -34,3 +36,13 @@ def test_a_failure_crosses_as_text_without_its_secrets(
     for text in (failed.message, failed.trace, *map(str, failed.args), capfd.readouterr().err):
         assert SECRET not in text
     assert "in method" in failed.trace
+
+
+@pytest.mark.parametrize(("writes", "num_returned"), [((), 2), (("values",), 3)])
+def test_an_error_has_as_many_returned_objects_as_an_answer(writes: tuple[str, ...], num_returned: int) -> None:
+    """Ray loses all of them, and the error, if their number is another."""
+    host = WorkerHost()
+    host._methods = {"method": MethodSpec("method", Dispatch.DATA_PARALLEL, (), writes)}
+    outcome, *others = host.call_for_node("method", True, ((), {}), [])
+    assert outcome[0] == RAISED
+    assert others == [None] * (num_returned - 1)
