@@ -18,7 +18,8 @@ from mrl.rehearse.rank_kinds import RankKind
 from mrl.rehearse.subject import Request
 from mrl.rehearse.timeline import Maker, PhaseMemory
 
-LIMIT_S = 900.0
+LIMIT_S = 3600.0
+"""An engine of a trillion parameters over 64 ranks takes about ten minutes on one core."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,15 @@ def _answer(request: Request, where: str) -> dict[str, Any]:
     """Return the report of a process."""
     # No GPU is used, even if there is one: the code of a CPU makes tensors that torch can fake without a driver.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(
-        [sys.executable, "-m", "mrl.rehearse.child", json.dumps(asdict(request))],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=environment,
-        check=False,
-    )
+    command = [sys.executable, "-m", "mrl.rehearse.child", json.dumps(asdict(request))]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        what, fix = (
+            f"it has not ended after {LIMIT_S:,.0f} s",
+            "rehearse fewer --ranks, or on a machine that is not busy",
+        )
+        raise RehearsalError(what, where=where, fix=fix) from None
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RehearsalError(f"the process ended with status {ran.returncode}: {ran.stderr[-500:]}", where=where)

@@ -161,6 +161,14 @@ def test_an_unknown_role_is_answered(capsys: pytest.CaptureFixture[str]) -> None
     assert "its roles are actor" in capsys.readouterr().err
 
 
+def test_a_process_that_does_not_end_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mrl.rehearse.processes.LIMIT_S", 0.01)
+    assert main(["rehearse", SMALL, "--role", "rollout"]) == 1
+    assert "rollout: it has not ended after 0 s\n  fix: rehearse fewer --ranks" in capsys.readouterr().err
+
+
 def test_a_piece_outside_of_its_tensor_is_named() -> None:
     """Pieces of weights are not copied in a rehearsal, so their places are checked."""
     _check_inside(((0, 4), (1, 3)), torch.empty(4, 3), "w")
