@@ -46,7 +46,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["ppo-1", pytest.param("remax-2", marks=pytest.mark.on_demand)])
 def test_a_real_run_is_the_reference_s(name: str, tmp_path: Path) -> None:
     make_models(tmp_path / "models")
     options, own = RUNS[name]

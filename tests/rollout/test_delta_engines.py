@@ -58,7 +58,7 @@ def fresh(make_engine: Make, model: Path, tp: int) -> Samples:
 @pytest.mark.parametrize(
     ("family", "tp"),
     [
-        ("qwen3_5_text", 1),
+        pytest.param("qwen3_5_text", 1, marks=pytest.mark.on_demand),
         ("qwen3_5_moe_text", 1),
         pytest.param("qwen3_5_moe_text", 2, marks=pytest.mark.on_demand),
         pytest.param("qwen3_next", 2, marks=pytest.mark.on_demand),

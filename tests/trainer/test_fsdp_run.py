@@ -130,7 +130,8 @@ def test_adapters_have_the_figures_of_megatron(config: Path, sync: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.on_demand) for kind in ("rm", "dpo"))])
+@pytest.mark.on_demand
+@pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])
 def test_supervised_training_has_the_figures_of_megatron(kind: str, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     text = RANKED.format(directory=tmp_path, model=make_model(tmp_path / "model", seed=1))

@@ -46,15 +46,22 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = CONFIG.format(directory=directory, model=make_model(directory / "model", seed=1))
     for kind, section in KINDS.items():
         (directory / f"{kind}.yaml").write_text(text + section)
-        run_mrl(VERBS[kind], str(directory / f"{kind}.yaml"), f"run.name={kind}", "training.record.every=1")
     return directory
+
+
+def trained(directory: Path, kind: str) -> Path:
+    """Return the run of a kind, which is trained when a test first needs it."""
+    run = directory / kind
+    if not run.exists():
+        run_mrl(VERBS[kind], str(directory / f"{kind}.yaml"), f"run.name={kind}", "training.record.every=1")
+    return run
 
 
 @pytest.mark.slow
 @of_each_kind
 def test_a_run_and_the_same_run_resumed(directory: Path, kind: str) -> None:
     """To the bit, with the reference of a policy that has moved: that is the model before training."""
-    config, whole = str(directory / f"{kind}.yaml"), untimed(directory / kind)
+    config, whole = str(directory / f"{kind}.yaml"), untimed(trained(directory, kind))
     assert [line["step"] for line in whole] == [0, 1, 2, 3, 4]
     again = directory / f"{kind}-again"
     shutil.copytree(directory / kind, again)
@@ -74,18 +81,20 @@ def test_a_run_and_the_same_run_resumed(directory: Path, kind: str) -> None:
 @of_each_kind
 def test_a_recorded_update_is_made_again_in_two_layouts(directory: Path, kind: str) -> None:
     """From the checkpoint of step 2: to the bit in the layout of the run, within rounding in another."""
-    printed = run_mrl("replay", str(directory / kind), "--step", "4", "--exact")
+    run = str(trained(directory, kind))
+    printed = run_mrl("replay", run, "--step", "4", "--exact")
     assert "step 4: equal, bit for bit" in printed
-    other = run_mrl("replay", str(directory / kind), "--step", "4", "actor.parallel.tp=1")
+    other = run_mrl("replay", run, "--step", "4", "actor.parallel.tp=1")
     assert "step 4: equal within rounding" in other
-    wrong = run_mrl("replay", str(directory / kind), "--step", "3", "actor.optimizer.lr=2e-3", exit_code=3)
+    wrong = run_mrl("replay", run, "--step", "3", "actor.optimizer.lr=2e-3", exit_code=3)
     assert "the first difference is in phase update 1 of the actor: lr" in wrong
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_reference_that_is_computed_once_is_the_one_in_place(directory: Path) -> None:
     """To the bit, in training and in validation."""
-    assert untimed(directory / "once") == untimed(directory / "dpo")
+    assert untimed(trained(directory, "once")) == untimed(trained(directory, "dpo"))
     once, in_place = ((directory / kind / "model" / "model.safetensors").read_bytes() for kind in ("once", "dpo"))
     assert once == in_place
     assert (directory / "once" / "reference.bin").stat().st_mode & 0o777 == 0o600
@@ -103,7 +112,7 @@ def held_pairs() -> list[tuple[str, str, str]]:
 def test_an_exported_reward_model_says_elsewhere_what_it_said_here(directory: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    model = AutoModelForSequenceClassification.from_pretrained(directory / "rm" / "model", dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(trained(directory, "rm") / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory / "rm" / "model")
     assert model.config.pad_token_id is not None
     assert model.config.pad_token_id != tokenizer.eos_token_id
@@ -152,7 +161,7 @@ def moved_by(trained: Path, before: Path) -> Callable[[str, str], float]:
 
 @pytest.mark.slow
 def test_what_a_policy_prefers_is_what_transformers_says(directory: Path) -> None:
-    moved = moved_by(directory / "dpo" / "model", directory / "model")
+    moved = moved_by(trained(directory, "dpo") / "model", directory / "model")
     gaps = [0.1 * (moved(prompt, chosen) - moved(prompt, rejected)) for prompt, chosen, rejected in held_pairs()]
     last = untimed(directory / "dpo")[-1]
     assert last["val/margin"] == pytest.approx(float(np.mean(gaps)), abs=1e-5)
@@ -160,9 +169,10 @@ def test_what_a_policy_prefers_is_what_transformers_says(directory: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_what_a_policy_learned_from_labels_is_what_transformers_says(directory: Path) -> None:
     """The loss of each response, and the baseline of each prompt with the response to the next one."""
-    moved, metrics = moved_by(directory / "kto" / "model", directory / "model"), untimed(directory / "kto")
+    moved, metrics = moved_by(trained(directory, "kto") / "model", directory / "model"), untimed(directory / "kto")
     answers = [(prompt, answer, answer == good) for prompt, good, bad in held_pairs() for answer in (good, bad)]
     nexts = [answers[(number // 2 * 2 + 2) % len(answers)][1] for number in range(len(answers))]
     baseline = max(0.0, float(np.mean([moved(row[0], other) for row, other in zip(answers, nexts, strict=True)])))
