@@ -52,6 +52,7 @@ class Entry:
 ENTRIES = (
     Entry("data_plane", 240),
     Entry("controller", 300),
+    Entry("controller_scale", 600),
     Entry("agents_cost", 180, ("--repeats", "3")),
     Entry("parity", 400, ("--quick",)),
     Entry("packing", 120, ("--quick",), simulated=True),
