@@ -134,7 +134,7 @@ def with_fsdp(case: Case, directory: str, *, saves: bool) -> dict[str, Any]:
         engine = fresh(case, groups, seed=1 if saves else 2)
         assert engine.adapters is not None
         weights = engine.adapters.merged(engine.weights_to_send(), torch.float32)
-        read_merged(engine, weights, -1)  # it keeps those that it reads last
+        read_merged(engine, weights, -1)  # it keeps the last ones
         if saves:
             found = {"first": log_probs_by_row(engine)}
             step(engine)
