@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -204,3 +207,16 @@ def test_aborted_samples_do_not_return(engine: RolloutEngine, small: Small) -> N
     fresh = run(engine, requests(1, 1), PLAIN)
     assert set(fresh) == {"p0/0"}
     np.testing.assert_array_equal(run(engine, requests(1, 1), PLAIN)["p0/0"].token_ids, fresh["p0/0"].token_ids)
+
+
+@pytest.mark.parametrize("engine", [pytest.param("sglang", marks=SGLANG)], indirect=True)
+def test_an_engine_without_requests_leaves_the_cores_to_the_trainer(engine: Any) -> None:
+    """SGLang's scheduler is a process of its own, which asks for messages without a pause unless it may sleep."""
+    process = psutil.Process(engine._process.pid)
+
+    def seconds() -> float:
+        return sum(sum(each.cpu_times()[:2]) for each in [process, *process.children(recursive=True)])
+
+    begin = seconds()
+    time.sleep(1.0)
+    assert seconds() - begin < 0.3
