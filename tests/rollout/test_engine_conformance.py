@@ -211,7 +211,7 @@ def test_aborted_samples_do_not_return(engine: RolloutEngine, small: Small) -> N
 
 @pytest.mark.parametrize("engine", [pytest.param("sglang", marks=SGLANG)], indirect=True)
 def test_an_engine_without_requests_leaves_the_cores_to_the_trainer(engine: Any) -> None:
-    """SGLang's scheduler is a process of its own, which asks for messages without a pause unless it may sleep."""
+    """SGLang's scheduler is a separate process, which asks for messages without a pause unless it may sleep."""
     process = psutil.Process(engine._process.pid)
 
     def seconds() -> float:
