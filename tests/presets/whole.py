@@ -21,8 +21,9 @@ from tests.presets.twins import MAX_SIZE, cut
 
 NOT_ON_A_CPU = {
     "rollout.vllm.dtype": "bfloat16 for linear attention, which vLLM has in no other dtype on a CPU",
-    "enable_prefix_caching": "off for linear attention: on a CPU, vLLM caches no states",
+    "enable_prefix_caching": "off for linear attention and R3: on a CPU, vLLM caches no states and no routes",
     "gpu_memory_utilization": "unchanged, but on a CPU the size of the engine's cache is set in bytes",
+    "enable_expert_parallel": "off: vLLM's kernels for experts on a CPU ignore which experts a rank has",
     "quantization": "none, because on a CPU vLLM keeps no experts in FP8",
     "cluster.device": "a device is a CPU slot",
     "dtype": "float32, so that all differences are rounding",
@@ -53,13 +54,16 @@ def num_devices(config: Config) -> int:
 def overrides(config: Config) -> Iterator[str]:
     """Yield the overrides for `mrl train` that make a preset small."""
     devices = num_devices(config)
-    tp, engines = min(config.rollout.tp, devices, MAX_SIZE), config.placement.roles.get("rollout")
+    known, actor = model_values(config.model_of("actor")[1]), cut(config.actor.parallel)
+    heads = small_config(known, actor).get("linear_num_key_heads", MAX_SIZE)
+    tp, engines = min(config.rollout.tp, devices, heads), config.placement.roles.get("rollout")
     pools = {pool: tp if pool == engines else devices for pool in config.placement.pools}
     yield f"cluster={{nodes: 1, devices_per_node: {sum(pools.values())}, device: cpu, ray_address: null}}"
     yield from (f"placement.pools.{pool}={size}" for pool, size in pools.items())
     for role, settings in config.model_roles().items():
         small = cut(settings.parallel)
         yield from (f"{role}.parallel.{name}={getattr(small, name)}" for name in ("tp", "pp", "vpp", "cp", "ep", "etp"))
+        yield from (f"{role}.parallel.{end}_stage_layers=null" for end in ("first", "last"))  # of a deep model
         yield f"{role}.dtype=float32"
         yield f"{role}.max_tokens_per_device=128"
     yield from (f"{role}.optimizer.lr=1e-3" for role in config.trained_roles())
@@ -72,8 +76,12 @@ def overrides(config: Config) -> Iterator[str]:
         yield "rollout.vllm.enforce_eager=true"
     if "quantization" in config.rollout.vllm:
         yield "rollout.vllm.quantization=null"
-    if "linear_num_key_heads" in model_values(config.model_of("actor")[1]):
-        yield from ("rollout.vllm.dtype=bfloat16", "rollout.vllm.enable_prefix_caching=false")
+    if "enable_expert_parallel" in config.rollout.vllm:
+        yield "rollout.vllm.enable_expert_parallel=false"
+    if "linear_num_key_heads" in known:
+        yield "rollout.vllm.dtype=bfloat16"
+    if "linear_num_key_heads" in known or config.algorithm.router_replay == "R3":
+        yield "rollout.vllm.enable_prefix_caching=false"
     yield from (f"{key}={value}" for key, value in _SIZES.items())
 
 
