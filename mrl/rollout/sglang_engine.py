@@ -179,7 +179,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,
         "enable_memory_saver": settings.device == "cuda",
-        "sleep_on_idle": settings.device == "cpu",  # it would keep a core busy that the trainer needs
+        "sleep_on_idle": settings.device == "cpu",  # an idle scheduler would keep a core busy
         # If the trainer sends weights before generation starts, weights are not read from files.
         "load_format": "auto" if settings.loads_files else "dummy",
         "log_level": "warning",

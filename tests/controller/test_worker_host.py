@@ -40,7 +40,7 @@ def test_a_failure_crosses_as_text_without_its_secrets(
 
 @pytest.mark.parametrize(("writes", "num_returned"), [((), 2), (("values",), 3)])
 def test_an_error_has_as_many_returned_objects_as_an_answer(writes: tuple[str, ...], num_returned: int) -> None:
-    """Ray loses all of them, and the error, if their number is another."""
+    """If the number differs, Ray raises an error about it, and the rank's own error is lost."""
     host = WorkerHost()
     host._methods = {"method": MethodSpec("method", Dispatch.DATA_PARALLEL, (), writes)}
     outcome, *others = host.call_for_node("method", True, ((), {}), [])

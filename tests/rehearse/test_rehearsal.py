@@ -166,7 +166,7 @@ def test_a_process_that_does_not_end_is_named(
 ) -> None:
     monkeypatch.setattr("mrl.rehearse.processes.LIMIT_S", 0.01)
     assert main(["rehearse", SMALL, "--role", "rollout"]) == 1
-    assert "rollout: it has not ended after 0 s\n  fix: rehearse fewer --ranks" in capsys.readouterr().err
+    assert "rollout: it has not ended after 0 s\n  fix: rehearse one --role at a time" in capsys.readouterr().err
 
 
 def test_a_piece_outside_of_its_tensor_is_named() -> None:
