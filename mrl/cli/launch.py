@@ -18,6 +18,7 @@ from mrl.cli.explain import explain
 from mrl.config.resolved.load import VERBS, Resolved
 from mrl.config.schema import Config
 from mrl.errors import ConfigError, ModelError, Problem, SetupError
+from mrl.launch.dashboard import await_dashboard
 from mrl.launch.kubernetes import MANIFEST, KubernetesJob, KubernetesSite, load_kubernetes_site, render_manifest
 from mrl.launch.ray_job import RayJob, make_job, pack, submit_command, submit_script, write_job_directory
 from mrl.launch.slurm import CONFIG, SCRIPT, SlurmJob, job_files, load_slurm_site, render_script
@@ -146,6 +147,7 @@ def _ray(arguments: argparse.Namespace, resolved: Resolved[Any], overrides: list
             return 0
         print("\n".join(lines), flush=True)
         write_job_directory(job, Path(directory))
+        await_dashboard(arguments.address)
         return subprocess.run(command).returncode
 
 

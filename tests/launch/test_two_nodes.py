@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ import pytest
 
 from mrl.demo.demo import DemoSettings, demo_yaml
 from mrl.demo.model import make_model
+from mrl.errors import SetupError
+from mrl.launch.dashboard import await_dashboard
 from mrl.launch.node import free_port, head_options, ray_node
 from tests.apart import untimed
 from tests.launch.conftest import Place
@@ -44,17 +45,6 @@ def small(place: Place) -> Place:
     (place.directory / "small.yaml").write_text(SMALL.format(model=model))
     (place.directory / "own_rewards.py").write_text(OWN)
     return place
-
-
-def await_answer(port: int) -> None:
-    """Ray's dashboard comes up some time after its node."""
-    deadline = time.monotonic() + 120
-    while True:
-        with socket.socket() as tried:
-            if tried.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        assert time.monotonic() < deadline, f"no process listens at port {port}"
-        time.sleep(0.2)
 
 
 def rewrite(path: Path, before: str, after: str) -> None:
@@ -135,13 +125,12 @@ def test_the_demo_as_a_job_of_a_ray_cluster_of_two_nodes(small: Place, monkeypat
     host = "127.0.0.1"
     port = free_port()
     options = head_options(port)
-    dashboard = int(options[-1].partition("=")[2])
-    address = f"http://{host}:{dashboard}"
+    address = f"http://{host}:{options[-1].partition('=')[2]}"
     with ray_node(host, "head", ["--num-cpus=1", *options]) as first:
         first.await_start(120)
         with ray_node(host, "second", ["--num-cpus=1", f"--address={host}:{port}"]) as second:
             second.await_start(120)
-            await_answer(dashboard)
+            await_dashboard(address, limit_s=120)
             over_both = ["cluster={nodes: 2, devices_per_node: 1, ray_address: auto}", "training.critic_warmup_steps=0"]
             small.mrl("launch", "ray", "demo.yaml", *over_both, "--address", address)
     run = small.directory / "runs" / "ppo"
@@ -166,27 +155,34 @@ def test_a_job_of_a_ray_cluster_brings_its_configuration_and_code_along(
     own = ["cluster={nodes: 1, devices_per_node: 2}", f"run.dir={small.directory}/runs"]
     for name, value in small.environment.items():
         monkeypatch.setenv(name, value)
+    try:
+        check_on_cluster(small, own)
+    except SetupError as error:  # as at the start of a run, Ray may lose a process on a busy machine: once
+        sys.stderr.write(f"{error}\n")
+        check_on_cluster(small, own)
+    assert left_over(small.directory) == []
+
+
+def check_on_cluster(small: Place, own: list[str]) -> None:
+    """Submit a check to a new cluster. Where Ray has ended, that is the error."""
     options = head_options(free_port())
-    dashboard = int(options[-1].partition("=")[2])
-    address = f"http://127.0.0.1:{dashboard}"
+    address = f"http://127.0.0.1:{options[-1].partition('=')[2]}"
     with another_agent(), ray_node("127.0.0.1", "head", ["--num-cpus=2", *options]) as node:
         node.await_start(120)
-        await_answer(dashboard)
-        assert "shipped: config.yaml, own_rewards.py" in small.mrl(
-            "launch", "ray", "small.yaml", *own, "--address", address, "--dry-run"
-        )
-        said = small.mrl("launch", "ray", "small.yaml", *own, "--address", address, "--verb", "check")
+        await_dashboard(address, limit_s=120)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("RAY_AUTH_TOKEN_PATH", os.devnull)
+            with pytest.raises(SetupError, match="status 403"):
+                await_dashboard(address)
+        try:
+            shipped = "shipped: config.yaml, own_rewards.py"
+            assert shipped in small.mrl("launch", "ray", "small.yaml", *own, "--address", address, "--dry-run")
+            said = small.mrl("launch", "ray", "small.yaml", *own, "--address", address, "--verb", "check")
+        except AssertionError:
+            node.check()
+            raise
         assert re.search(r"ok +rewards of data.train.sums: the correct answers, written as .*, score 0\.\d", said), said
         assert "ok    Ray: 1 nodes with 2 CPU slots or more" in said
-        wrong = small.environment | {"RAY_AUTH_TOKEN_PATH": os.devnull}
-        refused = subprocess.run(
-            [sys.executable, "-m", "ray.scripts.scripts", "job", "list", f"--address={address}"],
-            env=wrong,
-            capture_output=True,
-            text=True,
-        )
-        assert refused.returncode != 0, "the cluster asks for its token"
-    assert left_over(small.directory) == []
 
 
 @contextmanager
