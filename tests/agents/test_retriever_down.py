@@ -64,6 +64,7 @@ def events_of(run: Path, kind: type[Kind]) -> list[Kind]:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_retriever_that_is_down_for_20_s_costs_time_and_no_conversation(tmp_path: Path) -> None:
     """With the default retries: six requests within 15.5 s, then the conversation from its beginning."""
     run = train(tmp_path, 20.0)

@@ -30,6 +30,7 @@ def run_replaced(body: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_a_dry_run_meets_its_goals_and_names_what_it_leaves_out(tmp_path: Path) -> None:
     result = tmp_path / "gpu.json"
     command = [sys.executable, "benchmarks/gpu.py", "--dry", "--json", str(result)]

@@ -85,6 +85,7 @@ def test_the_search_lists_placements_with_overrides(plan: Plan) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_the_fastest_layout_found_is_rehearsed(plan: Plan) -> None:
     code, text, _ = plan("configs/grpo-qwen2.5-0.5b-1n1g.yaml", "--search", "--rehearse")
     assert code == 0

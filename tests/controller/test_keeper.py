@@ -103,7 +103,7 @@ def named(processes: set[Process], name: str) -> int:
         pytest.param("raylet", signal.SIGKILL, "its raylet (pid {pid}) has died", marks=pytest.mark.slow),
         pytest.param(
             *("raylet", signal.SIGSTOP, "its raylet (pid {pid}) is stopped by a signal or a debugger"),
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.slow, pytest.mark.on_demand],
         ),
         ("gcs_server", signal.SIGKILL, "its gcs_server (pid {pid}) has died"),
     ],

@@ -37,7 +37,7 @@ CRITIC_APART: Run = {
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(ACTOR_OVER_BOTH, id="actor tp 2 pp 2 over both", marks=pytest.mark.slow),
+        pytest.param(ACTOR_OVER_BOTH, id="actor tp 2 pp 2 over both", marks=ON_DEMAND),
         pytest.param(ENGINES_APART, id="engines on the second", marks=ON_DEMAND),
         pytest.param(ENGINES_ON_BOTH, id="engines on both", marks=ON_DEMAND),
         pytest.param(CRITIC_APART, id="critic on the second", marks=ON_DEMAND),

@@ -130,6 +130,7 @@ def test_operations_are_the_models_and_buckets_are_planned(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_the_budget_found_is_the_largest_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     subject = preset("grpo-qwen2.5-0.5b-1n1g.yaml")
     memory_bytes = subject.hardware.memory_bytes

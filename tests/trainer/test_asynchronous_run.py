@@ -25,7 +25,7 @@ MEASURED = (
 )
 LONG = (
     "rollout.max_response_tokens=40",
-    "rollout.vllm.max_num_seqs=1",  # of 32 samples: generating is several times as long as training on any machine
+    "rollout.vllm.max_num_seqs=2",  # of 32 samples: generating is several times as long as training on any machine
     "actor.max_tokens_per_device=256",
     "critic.max_tokens_per_device=256",
 )

@@ -101,8 +101,15 @@ def test_the_trace_of_a_step_has_all_processes_and_adds_up(config: Path) -> None
     assert "step 2: " in summary
     assert "largest causes of idle devices" in summary
     assert "recording took at most" in summary
-    said = run_mrl("profile", str(run), "--steps", "1", "rollout.engine=transformers", "--quiet")
-    assert f"{run}-profile/profile/step-000005/trace.json in https://ui.perfetto.dev" in said
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_further_steps_of_a_run_are_traced_beside_it(config: Path) -> None:
+    run_mrl("train", str(config), "training.steps=1")
+    run = config.parent / "runs" / "run"
+    said = run_mrl("profile", str(run), "--steps", "1", "--quiet")
+    assert f"{run}-profile/profile/step-000003/trace.json in https://ui.perfetto.dev" in said
     assert steps_in(run.with_name("run-profile") / "checkpoints") == []
 
 

@@ -78,6 +78,7 @@ def test_a_run_and_the_same_run_resumed(directory: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 @of_each_kind
 def test_a_recorded_update_is_made_again_in_two_layouts(directory: Path, kind: str) -> None:
     """From the checkpoint of step 2: to the bit in the layout of the run, within rounding in another."""

@@ -190,13 +190,8 @@ def test_a_run_that_loses_a_rank_starts_itself_again(stopped: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        "{tp: 2, sequence_parallel: true}",
-        *(pytest.param(each, marks=pytest.mark.on_demand) for each in ("{pp: 2}", "{cp: 2}")),
-    ],
-)
+@pytest.mark.on_demand
+@pytest.mark.parametrize("parallel", ["{tp: 2, sequence_parallel: true}", "{pp: 2}", "{cp: 2}"])
 def test_a_run_goes_on_in_another_layout(parallel: str, stopped: Path) -> None:
     """From two data-parallel ranks: the same rows, and what sums in another order make of them."""
     name = "in-" + "".join(letter for letter in parallel if letter.isalnum())

@@ -12,6 +12,7 @@ from tests.trainer.test_ppo import CONFIG, train
 
 
 @pytest.mark.slow
+@pytest.mark.on_demand
 def test_an_engine_in_fp8_follows_the_trainer_with_shards(tmp_path: Path) -> None:
     """Its samples are close to the trainer's, but not equal. The shards are those of an engine in bfloat16."""
     config = tmp_path / "run.yaml"
