@@ -7,6 +7,7 @@ contents into the parameters. The places of these copies show what each paramete
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.nn import Module
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
 
 from mrl.config.arithmetic import longest_sample_tokens
 from mrl.config.schema import Config
@@ -65,6 +67,7 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
                     stack.enter_context(engine_rank(vllm_config, rank))
                     built = build(vllm_config)
                 except _REFUSALS as error:
+                    error = _import_error(name) or error
                     reason = f"{name} cannot be built on a CPU as rank {rank}: {type(error).__name__}: {error}"
                     break
                 name, found = type(built).__name__, list(_wrong_dtypes(rank, built, dtype, wide))
@@ -79,6 +82,16 @@ def rehearse_engine(config: Config, model: str) -> EngineReport:
                     found += differences(rank, planned.of(rank), load(built, hf_tensors(spec, "lm"), dtype))
                 ranks.append(_figures(rank, built, found))
     return EngineReport(name, tuple(_kinds(ranks)), reason, time.monotonic() - began)
+
+
+def _import_error(name: str) -> ImportError | None:
+    """Return why vLLM cannot import its class of a model. vLLM's own error names only its log."""
+    registered = ModelRegistry.models.get(name)
+    try:
+        importlib.import_module(getattr(registered, "module_name", "vllm"))
+    except ImportError as error:
+        return error
+    return None
 
 
 def _settings(config: Config, model: Path) -> EngineSettings:

@@ -288,3 +288,17 @@ def test_the_verb_rehearses_an_engine_of_a_published_model(tmp_path: Path) -> No
     assert engine["not_compared"] == ""
     assert (kind["ranks"], kind["num_parameters"], kind["num_bytes"]) == ([0], 170, 988_065_536)
     assert kind["differences"] == []
+
+
+def test_a_class_of_vllm_that_cannot_be_imported_has_the_reason() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from mrl.rehearse.vllm_ranks import _import_error
+
+    ModelRegistry.register_model("NeedsMore", "a_package_that_is_missing:NeedsMore")
+    try:
+        assert str(_import_error("NeedsMore")) == "No module named 'a_package_that_is_missing'"
+    finally:
+        del ModelRegistry.models["NeedsMore"]
+    assert _import_error("Qwen3ForCausalLM") is None
+    assert _import_error("UnknownForCausalLM") is None
