@@ -29,6 +29,7 @@ CHANGES: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in ALGORI
     "opo": ("grpo", ["algorithm.advantage=opo"]),
     "gpg": ("grpo", ["algorithm.advantage=gpg", "algorithm.loss.policy=gpg"]),
     "reinforce_plus_plus_baseline": ("grpo", ["algorithm.advantage=reinforce_plus_plus_baseline"]),
+    "optimal_token_baseline": ("grpo", ["algorithm.advantage=optimal_token_baseline"]),
     "online_dpo": (
         "grpo",
         [

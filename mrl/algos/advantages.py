@@ -83,6 +83,7 @@ def overlong_penalty(lengths_B: Tensor, max_tokens: int, buffer_tokens: int, fac
 
 VARIANCE_FLOOR = 1e-8
 STD_FLOOR = 1e-6
+WEIGHT_FLOOR = 1e-8
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class AdvantageInputs:
     """Index into `batch` for each of this shard's rows, repeated if a sample has several rows. None: the rows are the
     batch."""
     sum_over_ranks: Reduce = identity
+    score_norms_T: Tensor | None = None
+    """Squared norm of d log pi / d logits of each token, in the loss."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +231,14 @@ def by_group(name: str) -> Callable[[RowAdvantage], RowAdvantage]:
 
 
 def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs) -> Tensor:
+    batch, groups = _groups(name, inputs)
+    advantage_B = row_advantage(batch.scores_B.to(torch.float64), groups, batch)
+    if inputs.position_B is not None:
+        advantage_B = advantage_B[inputs.position_B]
+    return apply_mask(inputs.rows.expand(advantage_B).to(torch.float32), inputs.mask_T)
+
+
+def _groups(name: str, inputs: AdvantageInputs) -> tuple[Outcomes, PromptGroups]:
     batch = inputs.batch
     if batch is None:
         raise BatchError(f"{name} compares rows of the whole batch and needs its scores and uids (`batch`)")
@@ -237,10 +248,7 @@ def _expand(name: str, row_advantage: RowAdvantage, inputs: AdvantageInputs) -> 
             f"{name} compares the answers to one prompt, but each of the {len(batch.uids)} rows has a different uid",
             fix="sample at least 2 answers per prompt and give them the prompt's uid",
         )
-    advantage_B = row_advantage(batch.scores_B.to(torch.float64), groups, batch)
-    if inputs.position_B is not None:
-        advantage_B = advantage_B[inputs.position_B]
-    return apply_mask(inputs.rows.expand(advantage_B).to(torch.float32), inputs.mask_T)
+    return batch, groups
 
 
 @by_group("grpo")
@@ -352,3 +360,29 @@ def online_dpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
         return zeros_B.index_add(0, pairs.better_P, slope_P).index_add(0, pairs.worse_P, -slope_P)
 
     return Advantages(_expand("online_dpo", row_advantage, inputs), figures=figures)
+
+
+@ADVANTAGES.register("optimal_token_baseline")
+def optimal_token_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """Optimal token baseline (arXiv 2602.07078): A_t = G_t - sum_j W_jt G_jt / sum_j W_jt over the rows of a prompt.
+
+    G_t is the sum of r from t on, and W_t the sum up to t of |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2, times
+    the square of the token's correction. Rows are compared at equal numbers of unmasked tokens; rows that have ended
+    do not count. A row whose tokens up to t were all certain, W_t = 0, weighs next to nothing, or the same if all are.
+    """
+    mask_T = inputs.mask_T
+    batch, groups = _groups("optimal_token_baseline", inputs)
+    written = Rows.of(inputs.rows.count(mask_T))
+    norms_T = _required(inputs, "score_norms_T").to(torch.float64)[mask_T].clamp(min=0)  # rounding may be below 0
+    group_B = groups.group_B if inputs.position_B is None else groups.group_B[inputs.position_B]
+    # A number that is subtracted from all rows of a prompt cancels out. Equal scores then have advantages of exactly 0.
+    first_G = batch.scores_B.to(torch.float64)[groups.order_B][groups.members.starts_B]
+    returns_T = written.discounted_sum(_rewards(inputs)[mask_T].to(torch.float64), 1.0)
+    returns_T = returns_T - written.expand(first_G[group_B])
+    weights_T = written.sum_up_to(norms_T) + WEIGHT_FLOOR
+    longest = int(batch.num_tokens_B.max()) if batch.uids else 0
+    place_T = written.expand(group_B) * longest + written.place_T
+    sums = torch.zeros(2, len(groups.uids) * longest, dtype=torch.float64, device=returns_T.device)
+    sums = inputs.sum_over_ranks(sums.index_add_(1, place_T, torch.stack([weights_T * returns_T, weights_T])))
+    advantages_T = returns_T - (sums[0] / sums[1].clamp(min=WEIGHT_FLOOR))[place_T]
+    return Advantages(_unpack(advantages_T.to(torch.float32), mask_T))

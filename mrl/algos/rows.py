@@ -68,6 +68,16 @@ class Rows:
         self._check(x_T)
         return torch.segment_reduce(x_T, "sum", lengths=self.lengths_B, unsafe=True, initial=0.0)
 
+    @property
+    def place_T(self) -> Tensor:
+        """Return each token's place in its row, from 0."""
+        return torch.arange(self.num_tokens, device=self.row_T.device) - self.expand(self.starts_B)
+
+    def sum_up_to(self, x_T: Tensor) -> Tensor:
+        """Return the sum of the row's values up to each token, including its own."""
+        self._check(x_T)
+        return Rows.of(self.lengths_B.flip(0)).discounted_sum(x_T.flip(0), 1.0).flip(0)
+
     def count(self, mask_T: Tensor) -> Tensor:
         return self.sum(mask_T.to(torch.float64)).to(torch.int64)
 

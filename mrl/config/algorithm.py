@@ -10,11 +10,14 @@ from mrl.config.bounds import Amount, Bound, Count, Proportion, Share, at_least,
 ADVANTAGES = (
     *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo", "online_dpo"),
+    "optimal_token_baseline",
 )
 VECTOR_ADVANTAGES = ("gdpo",)
 """Advantage estimators that read each reward function's score, not only the weighted sum."""
 REFERENCE_ADVANTAGES = ("online_dpo",)
 """Advantage estimators that compare the policy with the reference, wherever the KL is applied."""
+NORM_ADVANTAGES = ("optimal_token_baseline",)
+"""Advantage estimators that weigh tokens by the norm of the gradient of their log-probs."""
 POLICY_LOSSES = (
     *("ppo", "vanilla", "gspo", "cispo", "gmpo", "geo_mean", "gpg"),
     *("sapo", "dppo_tv", "dppo_kl", "topr", "clip_cov", "kl_cov", "dro", "vespo", "m2po"),

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.algorithm import CHOOSING_LOSSES, REFERENCE_ADVANTAGES, AlgorithmConfig
+from mrl.config.algorithm import CHOOSING_LOSSES, NORM_ADVANTAGES, REFERENCE_ADVANTAGES, AlgorithmConfig
 from mrl.config.mesh import Mesh
 from mrl.config.schema import (
     BatchConfig,
@@ -49,7 +49,7 @@ def needs_old_log_probs(config: Config) -> bool:
     if algorithm.old_log_probs != "trainer":
         return False
     reads = algorithm.kl.where in ("reward", "both") or algorithm.loss.policy in CHOOSING_LOSSES
-    reads = reads or algorithm.advantage in REFERENCE_ADVANTAGES
+    reads = reads or algorithm.advantage in REFERENCE_ADVANTAGES + NORM_ADVANTAGES
     return updates_per_step(config.batch) > 1 or reads or algorithm.correction is not None
 
 

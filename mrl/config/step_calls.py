@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.algorithm import CHOOSING_LOSSES, REFERENCE_ADVANTAGES
+from mrl.config.algorithm import CHOOSING_LOSSES, NORM_ADVANTAGES, REFERENCE_ADVANTAGES
 from mrl.config.arithmetic import has_reference, needs_old_log_probs, updates_per_step
 from mrl.config.schema import Config
 
@@ -43,8 +43,14 @@ def _charges_kl(config: Config, where: str) -> bool:
 def _needed_for_advantages(config: Config) -> Columns:
     estimator: dict[str, Columns] = {"gae": ("values",), "remax": ("baseline_scores",)}
     estimator |= dict.fromkeys(REFERENCE_ADVANTAGES, ("old_log_probs", "ref_log_probs"))
+    corrected: Columns = ("old_log_probs", "rollout_log_probs") if config.algorithm.correction is not None else ()
+    estimator |= dict.fromkeys(NORM_ADVANTAGES, ("score_norms", *corrected))
     kl = ("old_log_probs", "ref_log_probs") if _charges_kl(config, "reward") else ()
     return estimator.get(config.algorithm.advantage, ()) + kl
+
+
+def _reads_norms(config: Config) -> bool:
+    return config.algorithm.advantage in NORM_ADVANTAGES
 
 
 def _routes(config: Config) -> Columns:
@@ -76,7 +82,10 @@ def _taught(config: Config) -> Columns:
 
 
 _ADVANTAGES_READ: Columns = ("responses", "scores", "position")
-_ADVANTAGES_OPTIONAL: Columns = ("response_mask", "values", "old_log_probs", "ref_log_probs", "baseline_scores")
+_ADVANTAGES_OPTIONAL: Columns = (
+    *("response_mask", "values", "old_log_probs", "ref_log_probs", "baseline_scores"),
+    *("score_norms", "rollout_log_probs"),
+)
 
 RM_SCORE = StepCall(
     role="reward_model",
@@ -111,9 +120,20 @@ LOG_PROB = StepCall(
     method="compute_log_prob",
     when="`algorithm.old_log_probs` is `trainer`, and there are several updates a step, a KL in the reward, a "
     "correction, `online_dpo`, or the loss `clip_cov`, `kl_cov` or `m2po`",
-    is_made=lambda config: needs_old_log_probs(config) and config.algorithm.router_replay != "R2",
+    is_made=lambda config: (
+        needs_old_log_probs(config) and config.algorithm.router_replay != "R2" and not _reads_norms(config)
+    ),
     writes=("old_log_probs",),
     optional=("response_mask", "rollout_log_probs", "staleness", "routes"),
+    needs=_routes,
+)
+LOG_PROB_WITH_NORMS = StepCall(
+    role="actor",
+    method="compute_log_prob_with_norms",
+    when="`algorithm.advantage` is `optimal_token_baseline`",
+    is_made=_reads_norms,
+    writes=("old_log_probs", "score_norms"),
+    optional=LOG_PROB.optional,
     needs=_routes,
 )
 LOG_PROB_WITH_ROUTES = StepCall(
@@ -124,6 +144,8 @@ LOG_PROB_WITH_ROUTES = StepCall(
     writes=("old_log_probs", "routes"),
     optional=LOG_PROB.optional[:-1],
 )
+OLD_LOG_PROBS = (LOG_PROB, LOG_PROB_WITH_NORMS, LOG_PROB_WITH_ROUTES)
+"""Of these, a step makes at most one."""
 REF_LOG_PROB = StepCall(
     role="actor",
     method="compute_ref_log_prob",
@@ -190,8 +212,7 @@ STEP = (
     TEACHER_LOG_PROB,
     TEACHER_TOP_K,
     TEACHER_HIDDEN,
-    LOG_PROB,
-    LOG_PROB_WITH_ROUTES,
+    *OLD_LOG_PROBS,
     REF_LOG_PROB,
     REFERENCE_LOG_PROB,
     VALUES,

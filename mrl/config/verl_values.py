@@ -123,7 +123,8 @@ def samples_per_update(value: Any, values: Values) -> str:
 def advantage(value: Any, values: Values) -> str:
     without_std = find(values, "norm_adv_by_std_in_grpo") is False
     grpo = "dr_grpo" if without_std else "grpo"
-    return among(ADVANTAGES, grpo=grpo, grpo_vectorized=grpo, rloo_vectorized="rloo")(value, values)
+    same_form = {"rloo_vectorized": "rloo", "tir_optimal_token_baseline": "optimal_token_baseline"}
+    return among(ADVANTAGES, grpo=grpo, grpo_vectorized=grpo, **same_form)(value, values)
 
 
 def of_loss(policy: str) -> Convert:

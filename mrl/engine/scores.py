@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +40,8 @@ class ScoreRequest:
     hidden: bool = False
     """Whether to return hidden states as well."""
     divergence: DivergenceRequest | None = None
+    norms: bool = False
+    """Whether to return the squared norm of the gradient of each log-prob by the logits as well."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Scores:
     divergence_T: Tensor | None = None
     teacher_mass_T: Tensor | None = None
     """Probability of the teacher's likeliest tokens."""
+    norms_T: Tensor | None = None
+    """Squared norm of d log pi / d logits, which is 1 - 2 pi + sum_v pi_v^2."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +146,23 @@ def score(model: ModelHead, batch: MicroBatch, hidden_1TH: Tensor, request: Scor
         teacher, beta = _teacher_scores(request.divergence, batch), request.divergence.beta
         divergence_S, mass_S = token_divergence(hidden_SH, model.vocabulary_weight(), teacher, beta, options)
         parts |= {"divergence_T": divergence_S, "teacher_mass_T": mass_S}
+    if request.norms:
+        parts["norms_T"] = _score_norms(hidden_SH, model.vocabulary_weight(), batch.labels, log_probs_S, options)
     named = {name: _gather_context_parallel(local, batch, model) for name, local in parts.items() if local is not None}
     return Scores(**named)
+
+
+def _score_norms(
+    hidden_SH: Tensor, weight_VH: Tensor, labels_S: Tensor, log_probs_S: Tensor, options: HeadOptions
+) -> Tensor:
+    """Return 1 - 2 pi + sum_v pi_v^2, at the temperature of pi.
+
+    A label's log-prob is z - lse(z), and 2 z - lse(2 z) at half the temperature. Twice the first minus the second is
+    lse(2 z) - 2 lse(z), the logarithm of sum_v pi_v^2.
+    """
+    halved = replace(options, temperature=options.temperature / 2, entropy="none")
+    sharper_S, _ = token_log_probs(hidden_SH, weight_VH, labels_S, halved)
+    return 1 - 2 * log_probs_S.exp() + (2 * log_probs_S - sharper_S).exp()
 
 
 def merged(parts: Sequence[Scores], micro_batches: Sequence[Lengths], lengths: Lengths) -> Scores:

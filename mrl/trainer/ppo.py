@@ -139,7 +139,7 @@ class RayPPOTrainer:
         optional = [name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns()]
         batch = store(batch.select(*SAMPLE_COLUMNS, *optional))
         for call in self.calls:
-            if call in (step_calls.LOG_PROB, step_calls.LOG_PROB_WITH_ROUTES):
+            if call in step_calls.OLD_LOG_PROBS:
                 with self.clock("old_log_prob"):
                     old_log_probs, mismatch = getattr(self.actor, call.method)(batch)
                     batch, metrics = batch.union(old_log_probs), metrics | mismatch

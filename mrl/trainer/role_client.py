@@ -127,6 +127,10 @@ class ActorClient(RoleClient):
         """Return `old_log_probs` of the current policy, and the engines' distance from them."""
         return self._forward(step_calls.LOG_PROB, batch, "mismatch")
 
+    def compute_log_prob_with_norms(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """Also return the squared norm of each token's score."""
+        return self._forward(step_calls.LOG_PROB_WITH_NORMS, batch, "mismatch")
+
     def compute_log_prob_with_routes(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Do the same, and return also the experts that the policy chose for each token."""
         return self._forward(step_calls.LOG_PROB_WITH_ROUTES, batch, "mismatch")

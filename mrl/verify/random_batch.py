@@ -38,6 +38,7 @@ class RandomBatch:
         columns = {name: [[draw.gauss(0, 1) for _ in row] for row in mask] for name in ("advantages", "values")}
         columns["old_log_probs"] = old
         columns["log_probs"] = [[min(x + draw.gauss(0, 0.5), -1e-3) for x in row] for row in old]
+        columns["score_norms"] = [[draw.choice([0.0, draw.random()]) for _ in row] for row in mask]
         for rows in columns.values():
             for row, kept in zip(rows, mask, strict=True):
                 row[:] = [x if keep else math.nan for x, keep in zip(row, kept, strict=True)]
@@ -96,4 +97,5 @@ class RandomBatch:
             Outcomes(scores_B, self.uids, counts_B, [(1.0, scores_B)], scores_B - 0.5 * counts_B),
             torch.tensor(rows),
             sum_over_ranks,
+            own.column("score_norms"),
         )

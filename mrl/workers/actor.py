@@ -77,6 +77,15 @@ class ActorRolloutRefWorker(ModelWorker):
         """Compute log-probs with the current policy, and their differences from the engines' log-probs."""
         return self._compared(batch, self._log_probs(batch, sizes))
 
+    @register_call(step_calls.LOG_PROB_WITH_NORMS)
+    def compute_log_prob_with_norms(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Do the same, and return also the squared norm of d log pi / d logits of each token."""
+        scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(self._temperature, norms=True))
+        answer = self._compared(batch, None if scores is None else scores.log_probs_T)
+        if answer is None or scores is None or scores.norms_T is None:
+            return None
+        return answer.with_column("score_norms", jagged(scores.norms_T.float().cpu(), batch.lengths("responses")))
+
     @register_call(step_calls.LOG_PROB_WITH_ROUTES)
     def compute_log_prob_with_routes(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """Do the same, and return also the experts that the policy chose for each token."""

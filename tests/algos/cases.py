@@ -89,7 +89,9 @@ def make_case(seed: int) -> Case:
     scores = [rng.choice([0.0, 0.5, 1.0, rng.gauss(0, 1)]) for _ in mask]
     uids = [rng.choice(["a", "b", "42", "0042"]) for _ in mask]
     uids[-1] = uids[0]  # at least one group has two rows
-    return Case(mask, columns, scores, uids, [rng.gauss(0, 1) for _ in mask])
+    baselines = [rng.gauss(0, 1) for _ in mask]
+    columns["norms"] = [[rng.choice([0.0, rng.random(), 2.0]) if kept else math.nan for kept in row] for row in mask]
+    return Case(mask, columns, scores, uids, baselines)
 
 
 @lru_cache(maxsize=1)

@@ -50,6 +50,23 @@ def whiten(rows: list[Row]) -> list[Row]:
     return [[(x - centre) / math.sqrt(variance + 1e-8) for x in row] for row in rows]
 
 
+def token_baseline(rewards: list[Row], norms: list[Row], uids: list[str]) -> list[Row]:
+    """G_t - sum_j W_jt G_jt / sum_j W_jt over the rows j of a prompt that have a token t, or over the plain mean if no
+    W is above 0."""
+    returns, advantages = returns_to_go(rewards, 1.0), []
+    weights = [[math.fsum(row[: t + 1]) for t in range(len(row))] for row in norms]
+    for own, uid in zip(returns, uids, strict=True):
+        row = []
+        for t, value in enumerate(own):
+            alive = [j for j, other in enumerate(uids) if other == uid and len(returns[j]) > t]
+            shares = [weights[j][t] for j in alive]
+            shares = shares if any(shares) else [1.0] * len(alive)
+            weighted = math.fsum(share * returns[j][t] for share, j in zip(shares, alive, strict=True))
+            row.append(value - weighted / math.fsum(shares))
+        advantages.append(row)
+    return advantages
+
+
 def gae(rewards: list[Row], values: list[Row], gamma: float, lam: float) -> tuple[list[Row], list[Row]]:
     advantages, returns = [], []
     for reward_row, value_row in zip(rewards, values, strict=True):

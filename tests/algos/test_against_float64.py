@@ -25,7 +25,7 @@ from mrl.algos.advantages import (
     whiten,
 )
 from mrl.algos.aggregate import AGGREGATIONS, LossNormalizer
-from mrl.algos.groups import PromptGroups, filter_groups
+from mrl.algos.groups import Outcomes, PromptGroups, filter_groups
 from mrl.algos.kl import KL_ESTIMATORS, mean_row_kl, token_kl
 from mrl.algos.losses import POLICY_LOSSES, ValueTokens
 from mrl.algos.objectives import ActorColumns, actor_objective, critic_objective
@@ -36,6 +36,7 @@ from mrl.algos.rollout_correction import (
     kept_tokens,
     mismatch_metrics,
 )
+from mrl.algos.rows import Rows
 from mrl.algos.sampled_pairs import SampledPairs
 from mrl.config.algorithm import (
     CHOOSING_LOSSES,
@@ -45,6 +46,7 @@ from mrl.config.algorithm import (
     LossConfig,
     RejectionConfig,
 )
+from mrl.errors import BatchError
 from tests.algos import oracles
 from tests.algos.cases import Case, all_cases
 
@@ -73,7 +75,7 @@ def test_all_names_are_tested() -> None:
     assert set(POLICY_LOSSES) - {"vanilla", "geo_mean", *CHOOSING_LOSSES} == set(oracles.POLICY_LOSSES)
     assert set(KL_ESTIMATORS) - {"kl", "mse", "low_var_kl"} == {"k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"}
     assert set(RATIO_LEVELS) == {"token", "sequence", "geometric", "none"}
-    assert len(set(adv.ADVANTAGES)) == 13
+    assert len(set(adv.ADVANTAGES)) == 14
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -276,6 +278,30 @@ def test_gdpo_normalizes_each_reward() -> None:
         per_row = [math.fsum(weight * values[row] for weight, values in of_each) for row in range(len(case.scores))]
         tokens = [[value] * sum(row) for value, row in zip(per_row, case.mask, strict=True)]
         assert_tokens(case, found.advantages_T, oracles.whiten(tokens), 1e-5)
+
+
+def test_optimal_token_baseline() -> None:
+    for number, case in enumerate(all_cases()):
+        config = AlgorithmConfig(advantage="optimal_token_baseline")
+        rewards_T, norms_T = case.column("rewards"), case.column("norms")
+        inputs = AdvantageInputs(case.rows, case.mask_T, rewards_T, batch=case.outcomes, score_norms_T=norms_T)
+        found = estimate_advantages(inputs, config)
+        expected = oracles.token_baseline(case.written("rewards"), case.written("norms"), case.uids)
+        assert_tokens(case, found.advantages_T, expected, 1e-5)
+        if number == 0:
+            with pytest.raises(BatchError, match="needs `score_norms_T`"):
+                estimate_advantages(replace(inputs, score_norms_T=None), config)
+
+
+def test_equal_scores_have_no_advantage_over_the_token_baseline() -> None:
+    rows, scores_B = Rows.of([3, 1, 2]), torch.full((3,), 0.1, dtype=torch.float64)
+    mask_T = torch.ones(6, dtype=torch.bool)
+    outcomes = Outcomes(scores_B, ["a", "a", "a"], rows.lengths_B)
+    rewards_T = adv.scores_to_token_rewards(scores_B, rows, mask_T)
+    norms_T = torch.tensor([0.1, 0.3, 0.7, 0.2, 0.9, 0.4])
+    inputs = AdvantageInputs(rows, mask_T, rewards_T, batch=outcomes, score_norms_T=norms_T)
+    found = estimate_advantages(inputs, AlgorithmConfig(advantage="optimal_token_baseline"))
+    assert found.advantages_T.tolist() == [0.0] * 6
 
 
 def test_online_dpo_has_the_gradient_of_the_mean_loss_of_its_pairs() -> None:

@@ -409,7 +409,8 @@ def test_inputs_are_not_modified() -> None:
     columns = {name: case.column(name) for name in case.columns}
     outcomes, mask_T = replace(case.outcomes, rewards=[(2.0, column(*case.scores))]), case.mask_T
     baselines_B = column(*case.baselines)
-    inputs = AdvantageInputs(case.rows, mask_T, columns["rewards"], columns["values"], baselines_B, outcomes)
+    of_tokens = columns["rewards"], columns["values"]
+    inputs = AdvantageInputs(case.rows, mask_T, *of_tokens, baselines_B, outcomes, score_norms_T=columns["norms"])
     watched = [*columns.values(), outcomes.scores_B, outcomes.num_tokens_B, mask_T, baselines_B]
     watched += [reward_B for _, reward_B in outcomes.rewards]
     before = [x.clone() for x in watched]

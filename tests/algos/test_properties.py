@@ -43,7 +43,7 @@ LOSSES = [
 ]
 GROUP_WISE = ["grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk"]
 TOKEN_WISE = ["gae", "reinforce_plus_plus", "remax"]
-ALL = [*GROUP_WISE, *TOKEN_WISE, "reinforce_plus_plus_baseline", "online_dpo"]
+ALL = [*GROUP_WISE, *TOKEN_WISE, "reinforce_plus_plus_baseline", "online_dpo", "optimal_token_baseline"]
 NUM_EXAMPLES = 8 if NUM_CASES >= 1000 else 2
 few = settings(max_examples=NUM_EXAMPLES, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 seeds = st.integers(min_value=0, max_value=10_000)
@@ -126,12 +126,14 @@ def test_totals_and_metrics_do_not_depend_on_ranks(seed: int, parts: int) -> Non
 
 def advantages_of(case: Case, name: str, chosen: list[int], rank_sum: Callable[[Tensor], Tensor]) -> Advantages:
     """The shard of the chosen rows, against the outcomes of the whole batch."""
-    columns = (case.mask_T, case.column("rewards"), case.column("values"))
-    rows, (mask_T, rewards_T, values_T) = take_rows(case.rows, chosen, *columns)
+    columns = (case.mask_T, *(case.column(column) for column in ("rewards", "values", "norms")))
+    rows, (mask_T, rewards_T, values_T, norms_T) = take_rows(case.rows, chosen, *columns)
     position_B = torch.tensor(chosen, dtype=torch.int64)
     baselines_B = torch.tensor(case.baselines, dtype=torch.float64)[position_B]
     inputs = AdvantageInputs(
-        rows, mask_T, rewards_T, values_T, baselines_B, case.outcomes, position_B, sum_over_ranks=rank_sum
+        *(rows, mask_T, rewards_T, values_T, baselines_B, case.outcomes, position_B),
+        sum_over_ranks=rank_sum,
+        score_norms_T=norms_T,
     )
     return estimate_advantages(inputs, AlgorithmConfig(advantage=name, gamma=0.9, lam=0.8))
 

@@ -158,6 +158,20 @@ def test_group_advantages(name: str, expected: list[float]) -> None:
     assert torch.equal(found_T, rows.expand(found_T[rows.starts_B]))
 
 
+def test_optimal_token_baseline() -> None:
+    rows = Rows.of(LENGTHS)
+    mask_T = torch.ones(rows.num_tokens, dtype=torch.bool)
+    norms = [0.5, 0.25, 0.0, 1.25, 0.75, 0.5, 1.0, 0.25, 0.25, 0.25, 0.5]
+    norms += [1.0, 0.5, 0.25, 0.25, 0.5, 1.5, 1.0, 1.0, 1.0, 1.0]
+    outcomes, rewards_T = Outcomes(tensor(SCORES), UIDS, rows.lengths_B), torch.zeros(rows.num_tokens, dtype=F64)
+    rewards_T[rows.last_token(mask_T)] = tensor(SCORES)
+    inputs = AdvantageInputs(rows, mask_T, rewards_T, batch=outcomes, score_norms_T=tensor(norms))
+    found_T = estimate_advantages(inputs, AlgorithmConfig(advantage="optimal_token_baseline")).advantages_T
+    expected = [0.5833333, 0.6, 0.6875, 0.5555556, -0.4166667, -0.4, -0.3125, -0.4444444, 0.0833333, 0.1, 0.1875]
+    expected += [-0.3333333, -0.5714286, 0.0, 0.0, 0.6666667, 0.4285714, *[INTENDED] * 4]
+    assert found_T.tolist() == pytest.approx(expected, abs=1e-6)
+
+
 def test_reinforce_plus_plus_baseline() -> None:
     # The reference's batch has a group of one, centered to its raw .25: take its centered scores as given.
     rows = Rows.of(LENGTHS)

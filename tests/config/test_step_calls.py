@@ -69,3 +69,14 @@ def test_online_dpo_compares_with_the_reference_without_any_kl() -> None:
     made = step_calls.step_calls(load_config("configs/laptop-grpo.yaml", [*ours, *apart]).config)
     assert step_calls.REFERENCE_LOG_PROB in made
     assert step_calls.REF_LOG_PROB not in made
+
+
+def test_a_token_baseline_reads_the_norms_of_scores_and_what_corrects_them() -> None:
+    ours = ["algorithm={advantage: optimal_token_baseline, kl: {where: none}}"]
+    config = load_config("configs/laptop-grpo.yaml", ours).config
+    made = {*step_calls.step_calls(config)}
+    assert made & {*step_calls.OLD_LOG_PROBS} == {step_calls.LOG_PROB_WITH_NORMS}
+    assert {*step_calls.ACTOR_ADVANTAGES.needs(config)} == {"score_norms"}
+    config = load_config("configs/laptop-grpo.yaml", [*ours, "algorithm.correction.level=token"]).config
+    corrected = {"score_norms", "old_log_probs", "rollout_log_probs"}
+    assert {*step_calls.ACTOR_ADVANTAGES.needs(config)} == corrected

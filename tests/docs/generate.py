@@ -71,6 +71,7 @@ COLUMNS = {
     "rollout_log_probs": ("tokens", "log-prob of each response token by the engine that drew it"),
     "staleness": ("tokens", "age in updates of the weights that drew each token; present with asynchrony.ahead"),
     "old_log_probs": ("tokens", "log-prob of each response token by the trainer, before the first update of the step"),
+    "score_norms": ("tokens", "squared norm of the gradient of that log-prob by the logits"),
     "ref_log_probs": ("tokens", "log-prob of each response token by the policy from before training"),
     "values": ("tokens", "the critic's value of the state before each response token"),
     "advantages": ("tokens", "how much better each token was than expected"),

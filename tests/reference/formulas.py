@@ -147,6 +147,8 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
     elif name == "remax":
         pairs = zip(rows, rewards, strict=True)
         advantages = [[value - row.baseline for value in discounted(of_row, 1.0)] for row, of_row in pairs]
+    elif name == "optimal_token_baseline":
+        advantages = _over_token_baseline(rows, rewards, algorithm["correction"])
     else:
         by_name = {"gdpo": lambda: _of_each_reward(rows), "online_dpo": lambda: _of_pairs(rows, scores, algorithm)}
         per_row = by_name.get(name, lambda: row_advantages(name, rows, scores))()
@@ -156,6 +158,28 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
     for row, of_row in zip(rows, advantages, strict=True):
         row.columns["advantages"] = torch.tensor(of_row, dtype=torch.float64)
     return float(sum(row_kls) / max(len(row_kls), 1)), [sum(of_row) for of_row in rewards]
+
+
+def _over_token_baseline(
+    rows: Sequence[Row], rewards: Sequence[list[float]], corrects: dict[str, Any] | None
+) -> list[list[float]]:
+    """Return G_t - sum_j W_jt G_jt / sum_j W_jt over the rows of a prompt, with W_t the sum of w^2 |d log pi / d z|^2
+    up to t, where w is the correction of a token."""
+    returns, weights = [discounted(of_row, 1.0) for of_row in rewards], []
+    for row in rows:
+        factor: Any = 1.0 if corrects is None else correction(corrects, row)
+        weights.append((row.columns["score_norms"] * factor**2).cumsum(0).tolist())
+    advantages = []
+    for row, own in zip(rows, returns, strict=True):
+        group = [at for at, other in enumerate(rows) if other.uid == row.uid]
+        of_row = []
+        for t, value in enumerate(own):
+            alive = [at for at in group if rows[at].num_written > t]
+            total = sum(weights[at][t] for at in alive)
+            weighted = sum(weights[at][t] * returns[at][t] for at in alive)
+            of_row.append(value - (weighted / total if total else statistics.fmean(returns[at][t] for at in alive)))
+        advantages.append(of_row)
+    return advantages
 
 
 def dpo_margins(rows: Sequence[Row], scores: Sequence[float], beta: float) -> list[dict[tuple[int, int], float]]:

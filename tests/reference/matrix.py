@@ -81,6 +81,15 @@ OF_PAIRS: tuple[dict[str, Any], ...] = (
     {"resume": True},
     {"kl": "loss", "reward_model": 0.5},
 )
+BASELINES: dict[str, Any] = {name: levels[0] for name, levels in GROUPS.items()} | {
+    "advantage": "optimal_token_baseline"
+}
+OF_BASELINES: tuple[dict[str, Any], ...] = (
+    {"kl": "reward", "mask": True, "correction": ("token", "truncate")},
+    {"updates": "1 update", "resume": True},
+    {"policy": "gspo", "correction": ("sequence", "truncate"), "temperature": 1.0},
+    {"sampling": "overlong", "mask": True},
+)
 SCHEDULES = {
     "constant": {},
     "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},
@@ -235,6 +244,7 @@ def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
     combinations = [("values", options) for options in pairwise(VALUES)]
     combinations += [("groups", options) for options in pairwise(GROUPS)]
     combinations += [("pairs", PAIRS | changes) for changes in OF_PAIRS]
+    combinations += [("baselines", BASELINES | changes) for changes in OF_BASELINES]
     parts: dict[str, tuple[int, list[LocalCase]]] = {}
     for ranks in (1, 2):
         cases = [

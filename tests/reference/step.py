@@ -117,9 +117,11 @@ class Reference:
             or kl["where"] in ("reward", "both")
             or self.algorithm["correction"] is not None
             or self.algorithm["loss"]["policy"] in ("clip_cov", "kl_cov", "m2po")
-            or self.algorithm["advantage"] == "online_dpo"
+            or self.algorithm["advantage"] in ("online_dpo", "optimal_token_baseline")
         ):
             add_column(rows, "old_log_probs", lambda row: self.log_probs(self.actor, row)[0])
+            if self.algorithm["advantage"] == "optimal_token_baseline":
+                add_column(rows, "score_norms", self.score_norms)
             figures |= formulas.mismatch(rows)
             if self.algorithm["correction"] is not None:
                 figures |= formulas.correction_figures(self.algorithm["correction"], rows)
@@ -218,6 +220,12 @@ class Reference:
         log_probs = self.distributions(model, row)
         sampled = log_probs.gather(1, torch.tensor(row.response)[row.written][:, None])[:, 0]
         return sampled, -(log_probs.exp() * log_probs).sum(-1)
+
+    def score_norms(self, row: Row) -> Tensor:
+        """Return |d log pi / d logits|^2 of each written token, with logits divided by the temperature."""
+        probs = self.distributions(self.actor, row).exp()
+        chosen = torch.nn.functional.one_hot(torch.tensor(row.response)[row.written], probs.shape[-1])
+        return (chosen - probs).square().sum(-1)
 
     def distributions(self, model: Any, row: Row) -> Tensor:
         """Return the log-probs of the whole vocabulary at each written token."""

@@ -47,7 +47,7 @@ def test_built_in_losses_pass(name: str) -> None:
     assert not any(finding.fault for finding in verify_policy_loss(LossConfig(policy=name)))
 
 
-@pytest.mark.parametrize("name", ["gae", "gdpo", "grpo", "online_dpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", ["gae", "gdpo", "grpo", "online_dpo", "optimal_token_baseline", "reinforce_plus_plus"])
 def test_built_in_advantages_pass(name: str) -> None:
     assert not any(finding.fault for finding in verify_advantage(AlgorithmConfig(advantage=name)))
 

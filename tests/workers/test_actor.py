@@ -355,6 +355,7 @@ def test_what_is_declared_to_be_read_and_written() -> None:
         {"old_log_probs"},
         {"response_mask", "rollout_log_probs", "staleness", "routes"},
     )
+    assert declared["compute_log_prob_with_norms"][1] == {"old_log_probs", "score_norms"}
     assert declared["compute_log_prob_with_routes"][1] == {"old_log_probs", "routes"}
     assert declared["compute_ref_log_prob"] == (rows, {"ref_log_probs"}, set())
     assert declared["compute_advantages"][1] == {"advantages"}

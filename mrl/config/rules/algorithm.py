@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.algorithm import ADVANTAGES, CHOOSING_LOSSES, VECTOR_ADVANTAGES, CorrectionConfig
+from mrl.config.algorithm import ADVANTAGES, CHOOSING_LOSSES, NORM_ADVANTAGES, VECTOR_ADVANTAGES, CorrectionConfig
 from mrl.config.arithmetic import corrects_engines, samples_per_step, updates_per_step
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
@@ -14,7 +14,7 @@ _ADVANTAGE, _DISTILLATION = "algorithm.advantage", "algorithm.distillation"
 _WITHOUT_VALUES = tuple(name for name in ADVANTAGES if name != "gae")
 _COMPARING = (
     *("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo"),
-    "online_dpo",
+    *("online_dpo", "optimal_token_baseline"),
 )
 
 
@@ -53,6 +53,8 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
     yield from _distillation(config)
     if algorithm.advantage == "online_dpo":
         yield from _online_dpo(config)
+    if algorithm.advantage in NORM_ADVANTAGES:
+        yield from _token_baseline(config)
     if algorithm.router_replay != "none":
         yield from _router_replay(config)
 
@@ -134,6 +136,20 @@ def _online_dpo(config: Config) -> Iterator[Problem]:
     if algorithm.correction is not None:
         what = "weighs the two responses of a pair differently; DPO's loss of a pair needs no weights"
         yield problem("algorithm.correction", what, "algorithm.correction=null and asynchrony.ahead=0")
+
+
+def _token_baseline(config: Config) -> Iterator[Problem]:
+    """Yield what leaves a baseline of tokens without other samples, or without the policy's whole distribution."""
+    algorithm, name = config.algorithm, config.algorithm.advantage
+    if config.batch.samples_per_prompt == 1:
+        what = f"{name} compares the samples of a prompt, but there is only one"
+        yield problem("batch.samples_per_prompt", what, "batch.samples_per_prompt=8")
+    if algorithm.old_log_probs != "trainer":
+        what = f"{name} weighs tokens by the trainer's distributions from before the update"
+        yield problem("algorithm.old_log_probs", what, "algorithm.old_log_probs=trainer")
+    if algorithm.router_replay == "R2":
+        what = f"R2 keeps the experts of a pass that does not return the distributions that {name} needs"
+        yield problem("algorithm.router_replay", what, "algorithm.router_replay=R3")
 
 
 def _several_rewards(config: Config) -> Iterator[Problem]:
