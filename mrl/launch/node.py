@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,8 +98,7 @@ def _first(attempt: Path, arguments: argparse.Namespace) -> int:
         address = f"{host}:{port}"
         cluster = load_any_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
         options = [*head_options(port), *device_options(cluster, arguments.cpus)]
-        with ray_node(host, name, options) as node:
-            node.await_start(limit_s)
+        with started_ray(host, name, options, limit_s):
             files.write_text(attempt / "address", address)
             common = [arguments.config, f"cluster.ray_address={address}"]
             waiting = ["-m", "mrl.launch.node", _AWAIT, *common, f"{limit_s}", *read(attempt / "nodes").split()]
@@ -123,10 +122,15 @@ def _other(attempt: Path, arguments: argparse.Namespace) -> int:
             raise SetupError(f"Ray did not start on the first node within {limit_s:g} s")
         time.sleep(wait_s)
     cluster = load_any_config(arguments.config, [f"cluster.ray_address={address}"]).config.cluster
-    with ray_node(host, name, [f"--address={address}", *device_options(cluster, arguments.cpus)]) as node:
-        while not is_there(attempt / "exit_code"):
-            node.check()
-            time.sleep(wait_s)
+    options = [f"--address={address}", *device_options(cluster, arguments.cpus)]
+    try:
+        with started_ray(host, name, options, limit_s) as node:
+            while not is_there(attempt / "exit_code"):
+                node.check()
+                time.sleep(wait_s)
+    except RayEnded:
+        if not is_there(attempt / "exit_code"):  # otherwise the first node's Ray has ended with the run
+            raise
     return 0
 
 
@@ -182,6 +186,10 @@ _SIOCGIFADDR = 0x8915
 _PORTS = range(20000, 32768)
 
 
+class RayEnded(SetupError):
+    """Ray has ended on this node."""
+
+
 @dataclass(frozen=True)
 class RayNode:
     """A running `ray start --block`."""
@@ -200,7 +208,25 @@ class RayNode:
     def check(self) -> None:
         if (status := self.process.poll()) is not None:
             logs = self.directory / "session_latest" / "logs"
-            raise SetupError(f"Ray ended on this node with status {status}{_last_words(logs)}")
+            raise RayEnded(f"Ray ended on this node with status {status}{_last_words(logs)}")
+
+
+@contextmanager
+def started_ray(host: str, name: str, options: Sequence[str], limit_s: float) -> Iterator[RayNode]:
+    """Run Ray for the length of the block, which begins when Ray is up. A Ray that ends before is started once more.
+
+    Its raylet gives its agents 15 seconds. Reading their code from a shared file system may take longer the first time.
+    """
+    with ExitStack() as stack:
+        try:
+            node = stack.enter_context(ray_node(host, name, options))
+            node.await_start(limit_s)
+        except RayEnded as error:
+            sys.stderr.write(f"{error}. Ray is started once more.\n")
+            stack.close()
+            node = stack.enter_context(ray_node(host, name, options))
+            node.await_start(limit_s)
+        yield node
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,28 @@ def test_a_ray_that_does_not_start_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         ray.await_start(0.1)
     assert not ray.directory.exists()
+
+
+@pytest.mark.parametrize("num_ends", [1, 2])
+def test_a_ray_that_ends_while_it_starts_is_started_once_more(
+    num_ends: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A raylet waits 15 s for its agents, whose code may come from a slow file system the first time."""
+    started, directories = subprocess.Popen, list[str]()
+
+    def start(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+        (option,) = [word for word in command if word.startswith("--temp-dir=")]
+        directories.append(option.partition("=")[2])
+        program = "exit 7" if len(directories) <= num_ends else f"touch {directories[-1]}/{node._STARTED}; sleep 60"
+        return started(["sh", "-c", program], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    ends = pytest.raises(node.RayEnded, match="Ray ended on this node with status 7")
+    with nullcontext() if num_ends == 1 else ends, node.started_ray("127.0.0.1", "here", [], 20) as ray:
+        assert str(ray.directory) == directories[1]
+        assert not Path(directories[0]).exists()
+    assert len(directories) == 2
+    assert "Ray ended on this node with status 7. Ray is started once more.\n" in capsys.readouterr().err
 
 
 def test_libraries_have_caches_where_the_home_directory_cannot_be_written(
