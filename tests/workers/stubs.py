@@ -54,6 +54,8 @@ def make_rows(*names: str, with_holes: bool = True) -> list[Row]:
             filler = torch.nan if name in ("ref_log_probs", "rollout_log_probs") else 77.0
             if name in names:
                 row.columns[name] = torch.where(written, values, filler)
+        if "score_norms" in names:
+            row.columns["score_norms"] = torch.where(written, 0.1 + (1 - base.exp()).square(), torch.nan)
         rows.append(row)
     return rows
 
