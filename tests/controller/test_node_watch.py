@@ -121,12 +121,14 @@ def test_a_node_that_was_silent_is_asked_on_and_counts_again_when_it_answers(run
         while ray.get(agent.num_heard.remote()) < 14 and not lost:
             assert time.monotonic() < deadline, "it is not asked any more"
             time.sleep(0.05)
+        while node.is_silent.is_set():  # a busy machine may be late with an answer
+            assert time.monotonic() < deadline, "it does not count again"
+            time.sleep(0.05)
         answered_at = ray.get(agent.answered_at.remote())
     finally:
         watch.stop()
         ray.kill(agent)
     assert lost == []
-    assert not node.is_silent.is_set()
     silences = [each for each in read_events(run_context.events.path) if isinstance(each.event, NodeSilent)]
     reported_at = [each.time for each in silences if each.event.node == "n1"]
     assert len(reported_at) >= 2, "a busy machine adds some"
