@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from mrl.config.bounds import Amount, Bound, Count, Proportion, Share, at_least, component, more_than
+from mrl.config.bounds import Amount, Bound, Characters, Count, Proportion, Share, at_least, component, more_than
 
 ADVANTAGES = (
     *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
@@ -185,6 +185,12 @@ class DistillationConfig:
     approaches 0 or 1."""
     top_k: Count = 64
     """For `top_k`: number of tokens that the teacher returns at each position."""
+    context: Characters | None = None
+    """Text that the teacher reads in place of the user's last message, with {prompt} for that message and, optionally,
+    {ground_truth}. Without the section `teacher`, the policy is its own teacher, with the weights from before the
+    update. Null shows the teacher the policy's prompt."""
+    context_tokens: Count | None = None
+    """Largest number of tokens of the teacher's prompt with `context`. Null uses rollout.max_prompt_tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,21 @@ def needs_old_log_probs(config: Config) -> bool:
     return updates_per_step(config.batch) > 1 or reads or algorithm.correction is not None
 
 
+def teaches_itself(config: AnyConfig) -> bool:
+    """Return whether the policy is its own teacher, which reads another prompt."""
+    if not isinstance(config, Config) or config.algorithm.distillation is None:
+        return False
+    return config.algorithm.distillation.context is not None and not config.teaching_models()
+
+
+def longest_teacher_tokens(config: Config) -> int:
+    """Return the tokens of the longest sample that a teacher reads."""
+    distillation = config.algorithm.distillation
+    if distillation is None or distillation.context is None or distillation.context_tokens is None:
+        return longest_sample_tokens(config.rollout)
+    return distillation.context_tokens + config.rollout.max_response_tokens
+
+
 def corrects_engines(config: Config) -> bool:
     """Return whether the loss weighs samples by their probability under the policy and under the engine that drew
     them."""

@@ -97,14 +97,14 @@ RM_SCORE = StepCall(
 TEACHER_LOG_PROB = StepCall(
     role="teacher",
     method="compute_teacher_log_prob",
-    when="`algorithm.distillation.form` is `advantage` or `sampled`",
+    when="`algorithm.distillation.form` is `advantage` or `sampled`; the actor, if it is its own teacher",
     is_made=lambda config: len(_taught(config)) == 1,
     writes=TEACHER_COLUMNS[:1],
 )
 TEACHER_TOP_K = StepCall(
     role="teacher",
     method="compute_teacher_top_k",
-    when="`algorithm.distillation.form` is `top_k`",
+    when="`algorithm.distillation.form` is `top_k`; the actor, if it is its own teacher",
     is_made=lambda config: "teacher_top_ids" in _taught(config),
     writes=TEACHER_COLUMNS[:3],
 )

@@ -23,6 +23,16 @@ GroundTruth = str | list[str] | dict[str, str | list[str]]
 """A text, a list of accepted texts, or `{"target": ...}` of either, as in question-answering data sets."""
 
 
+def first_answer(truth: GroundTruth | None) -> str:
+    """Return one text: the first of several that are right, or an empty text without a ground truth."""
+    match truth:
+        case dict():
+            return first_answer(truth["target"])
+        case list():
+            return truth[0]
+    return truth or ""
+
+
 Message = dict[str, str]
 
 

@@ -22,6 +22,7 @@ from mrl.config.arithmetic import (
     role_devices,
     role_mesh,
     shares_actor,
+    teaches_itself,
 )
 from mrl.config.hardware import Hardware
 from mrl.config.mesh import Mesh
@@ -324,7 +325,7 @@ def _phases(config: Config, pool: str, roles: tuple[Role, ...], engine: EngineMe
             sent = Item("actor", "messages", engine.message_bytes, origin)
             yield Phase("weights", pool, (*everything, sent))
     for role in roles:
-        if role.name != "actor" or needs_old_log_probs(config) or has_reference(config):
+        if role.name != "actor" or needs_old_log_probs(config) or has_reference(config) or teaches_itself(config):
             present = while_scoring if role.name in config.scoring_models() else everything
             yield Phase(scoring_phase(role.name), pool, (*present, *engine_items, *role.score))
         if role.train:

@@ -18,6 +18,7 @@ from mrl.config.arithmetic import (
     num_engines,
     role_mesh,
     samples_per_step,
+    teaches_itself,
     updates_per_step,
 )
 from mrl.config.mesh import Mesh
@@ -99,6 +100,8 @@ def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[Tim
         yield TimedPhase("old log-probs", forward())
     if role == "actor" and has_reference(config):
         yield TimedPhase("reference", forward())
+    if role == "actor" and teaches_itself(config):
+        yield TimedPhase("teacher", forward())
     yield TimedPhase(f"train {role}", _work(subject, role, lengths, trains=True))
 
 

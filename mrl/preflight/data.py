@@ -17,8 +17,9 @@ from mrl.config.rules.reward_options import asks_own_engines
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.data.chat import ChatTokenizer, end_tokens, load_tokenizer
-from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset, open_sft_dataset
-from mrl.data.rows import GroundTruth
+from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset, open_sft_dataset, to_batch
+from mrl.data.rows import first_answer
+from mrl.data.teacher_context import TeacherContext, teacher_context
 from mrl.errors import BadRow, DataError, ModelError
 from mrl.events import EventLog
 from mrl.hub import is_offline, model_directory
@@ -128,6 +129,8 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
         return
     if config.agent.environments:
         yield from guarded("agent", check_agents(config, scored, tokenizer))
+    if (context := teacher_context(config, tokenizer)) is not None:
+        yield from guarded("teacher's prompts", _check_context(context, scored))
     case = "a pattern must match the whole name; case matters"
     yield from guarded("rewards", (warn("rewards", warning, case) for warning in check_reward_sources(config)))
     if config.agent.environments:  # an environment may score rows that no function scores
@@ -141,6 +144,14 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
         part_prompts = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
         others_score = bool(config.scoring_models() or config.agent.environments)
         yield from guarded("rewards", _check_rewards(reward, part_prompts, tokenizer, others_score))
+
+
+def _check_context(context: TeacherContext, scored: Mapping[str, Sequence[Prompt]]) -> Iterator[CheckResult]:
+    """Write the prompts that a teacher would read for these rows."""
+    for key, prompts in scored.items():
+        if prompts:
+            lengths = [len(row) for row in context.prompts(to_batch(prompts)).rows()]
+            yield ok(f"teacher's prompts of {key}", f"{len(lengths)} rows, at most {max(lengths)} tokens")
 
 
 def _check_ends(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:
@@ -263,7 +274,7 @@ def _check_rewards(
 def _answered(prompt: Prompt, form: str, tokenizer: ChatTokenizer) -> Sample:
     """Return a sample that answers with the ground truth in a given form, or with only the form if there is no ground
     truth."""
-    row, response = prompt.row, form.format(_first_answer(prompt.row.ground_truth))
+    row, response = prompt.row, form.format(first_answer(prompt.row.ground_truth))
     return Sample(
         prompt=prompt.text,
         response=response,
@@ -274,15 +285,6 @@ def _answered(prompt: Prompt, form: str, tokenizer: ChatTokenizer) -> Sample:
         uid=prompt.draw.uid,
         row_id=prompt.draw.number,
     )
-
-
-def _first_answer(truth: GroundTruth | None) -> str:
-    match truth:
-        case dict():
-            return _first_answer(truth["target"])
-        case list():
-            return truth[0]
-    return truth or ""
 
 
 def _scores(key: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> CheckResult:

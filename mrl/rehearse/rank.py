@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from mrl.config import step_calls
-from mrl.config.arithmetic import role_mesh
+from mrl.config.arithmetic import role_mesh, teaches_itself
 from mrl.config.role_kinds import kind_of
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, RankedConfig
@@ -164,7 +164,8 @@ def _methods(config: AnyConfig, role: str) -> tuple[list[Method], list[Method]]:
         update = task_of(config).update
         ranked = ("rank", "label") if isinstance(config, RankedConfig) else ()
         return [Method(update, ranked)], []
-    made = [call for call in step_calls.step_calls(config) if call.role == kind_of(role)]
+    kinds = {kind_of(role), *(["teacher"] if role == "actor" and teaches_itself(config) else [])}
+    made = [call for call in step_calls.step_calls(config) if call.role in kinds]
     methods = [Method(call.method, _columns(call, config)) for call in made]
     scores = [method for method in methods if not method.name.startswith(("update", "compute_advantages"))]
     return [method for method in methods if method.name.startswith("update")], scores
@@ -180,7 +181,7 @@ def _widths(config: AnyConfig) -> dict[str, int]:
     """Return the numbers per token of the teacher's columns."""
     if not isinstance(config, Config) or (distillation := config.algorithm.distillation) is None:
         return {}
-    teacher = next(iter(config.teaching_models()))
+    teacher = next(iter(config.teaching_models()), "actor")
     top_k, hidden = distillation.top_k, read_spec(config.model_of(teacher)[1]).hidden
     return {"teacher_top_ids": top_k, "teacher_top_log_probs": top_k + 1, "teacher_hidden": hidden}
 

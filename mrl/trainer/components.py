@@ -25,6 +25,7 @@ from mrl.controller.traced import TracedProcesses
 from mrl.data.chat import ChatTokenizer, load_tokenizer
 from mrl.data.prompt_loader import PromptLoader
 from mrl.data.rlhf_dataset import open_dataset
+from mrl.data.teacher_context import check_context
 from mrl.errors import RewardError, WorkerDied
 from mrl.events import EventLog, ModelLoaded, Warned
 from mrl.models.adapters import check_sharded_targets
@@ -124,11 +125,11 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             events.write(Warned(role, warning))
         for warning in check_reward_sources(config):
             events.write(Warned("reward", warning))
-        prompts = PromptLoader(
-            open_dataset(config.data.train, config.data, config.rollout, tokenizer), config.data, config.batch, events
-        )
+        training = open_dataset(config.data.train, config.data, config.rollout, tokenizer)
+        prompts = PromptLoader(training, config.data, config.batch, events)
         validation = open_dataset(config.data.validation, config.data, config.rollout, tokenizer)
         check_best(config, validation)
+        check_context(config, tokenizer, [training, validation])
         if config.judge is None:
             rewards, validation_rewards = _managers(config, {}, events, stack)
         dialogs = open_dialogs(config, tokenizer, events.write, stack)
@@ -167,7 +168,7 @@ def build_components(config: Config, directory: Path, events: EventLog, clock: S
             turns=turns,
             traced=context.traced,
             reference=roles.get("reference"),
-            teachers=teachers_of(config, roles),
+            teachers=teachers_of(config, roles, tokenizer),
         )
 
 

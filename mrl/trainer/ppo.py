@@ -149,8 +149,8 @@ class RayPPOTrainer:
         for call in self.calls:
             if call.role == "teacher" and (teachers := self.components.teachers) is not None:
                 with self.clock("teacher"):
-                    batch = batch.union(teachers.columns(call, batch, list(rows["data_source"])))
-                metrics |= teachers.shares(list(rows["data_source"]))
+                    batch = batch.union(teachers.columns(call, batch, rows))
+                metrics |= teachers.shares(rows)
         if self.critic is not None:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))

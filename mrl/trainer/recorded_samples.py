@@ -136,5 +136,5 @@ def build_without_engines(config: Config, directory: Path, events: EventLog, clo
             turns=turns,
             traced=context.traced,
             reference=roles.get("reference"),
-            teachers=teachers_of(config, roles),
+            teachers=teachers_of(config, roles, tokenizer),
         )

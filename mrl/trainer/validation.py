@@ -69,7 +69,7 @@ class Validator:
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
         columns: dict[str, list[Any]] = defaultdict(list)
         scored, whole = [part.batch for part in sampled], [models.add(part).batch for part in sampled]
-        self.samples = scored if self._config.teaching_models() else []
+        self.samples = scored if self._config.algorithm.distillation is not None else []
         for batch in scored:
             rows = zip(batch["data_source"], batch["uid"], batch["answer"], batch["scores"].tolist(), strict=True)
             for source, uid, answer, score in rows:
@@ -235,7 +235,7 @@ def validated_kl(actor: RoleClient, teachers: Teachers, samples: Sequence[DataPr
         rows = trained_rows(part)
         batch = rows.select(*(name for name in ("prompts", "responses", "response_mask") if name in rows.columns()))
         batch = actor.score(step_calls.LOG_PROB.method, batch)
-        batch = batch.union(teachers.columns(step_calls.TEACHER_LOG_PROB, batch, list(rows["data_source"])))
+        batch = batch.union(teachers.columns(step_calls.TEACHER_LOG_PROB, batch, rows))
         columns = fetch(batch, timeout_s)
         difference_T = columns.values("old_log_probs").double() - columns.values("teacher_log_probs").double()
         has_mask = "response_mask" in columns.columns()

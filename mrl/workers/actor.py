@@ -45,9 +45,9 @@ from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 from mrl.weight_sync.row_planner import planner_of
 from mrl.weight_sync.vllm_adapters import adapter_directory, adapters_digest
 from mrl.workers.advantages import shard_advantages
+from mrl.workers.frozen import ScoresAsTeacher
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
 from mrl.workers.model_worker import (
-    ModelWorker,
     as_reference,
     optional_values,
     response_column,
@@ -57,7 +57,7 @@ from mrl.workers.model_worker import (
 )
 
 
-class ActorRolloutRefWorker(ModelWorker):
+class ActorRolloutRefWorker(ScoresAsTeacher):
     def __init__(
         self, place: RankInfo, setup: ModelSetup, algorithm: AlgorithmConfig, temperature: float, horizon_tokens: int
     ) -> None:
@@ -70,6 +70,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self._digest, self._adapter_bytes = "", 0
         self._algorithm = algorithm
         self._temperature = temperature
+        self._top_k = 0 if algorithm.distillation is None else algorithm.distillation.top_k
         self._horizon_tokens = algorithm.loss.horizon_tokens or horizon_tokens
 
     @register_call(step_calls.LOG_PROB)

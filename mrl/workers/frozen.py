@@ -27,28 +27,22 @@ class ReferenceWorker(ModelWorker):
         return None if scores is None else response_column(batch, "ref_log_probs", scores.log_probs_T)
 
 
-class TeacherWorker(ModelWorker):
-    """Reads the policy's token ids. Tokens that the policy does not have get no probability."""
+class ScoresAsTeacher(ModelWorker):
+    """Scores responses as a teacher, which reads the policy's token ids. The policy may be its own teacher."""
 
-    def __init__(self, place: RankInfo, setup: ModelSetup, top_k: int, temperature: float) -> None:
-        super().__init__(place, setup)
-        self._top_k, self._temperature = top_k, temperature
+    _temperature: float
+    _top_k: int
 
     @register_call(step_calls.TEACHER_LOG_PROB)
     def compute_teacher_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        return self._scores(batch, sizes)
+        return self._taught(batch, sizes)
 
     @register_call(step_calls.TEACHER_TOP_K)
     def compute_teacher_top_k(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """Compute also the likeliest tokens at each place, with their log-probs and that of all others."""
-        return self._scores(batch, sizes, top_k=self._top_k)
+        return self._taught(batch, sizes, top_k=self._top_k)
 
-    @register_call(step_calls.TEACHER_HIDDEN)
-    def compute_teacher_hidden(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Compute also the hidden states, from which all log-probs follow."""
-        return self._scores(batch, sizes, hidden=True)
-
-    def _scores(
+    def _taught(
         self, batch: DataProto, sizes: MicroBatchSizes, *, top_k: int = 0, hidden: bool = False
     ) -> DataProto | None:
         request = ScoreRequest(self._temperature, vocab=self.setup.vocab, top_k=top_k, hidden=hidden)
@@ -64,6 +58,19 @@ class TeacherWorker(ModelWorker):
         lengths = batch.lengths("responses")
         present = {name: jagged(x.cpu(), lengths) for name, x in columns.items() if x is not None}
         return DataProto.from_dict(present, row_ids=batch.row_ids)
+
+
+class TeacherWorker(ScoresAsTeacher):
+    """Tokens that the policy does not have get no probability."""
+
+    def __init__(self, place: RankInfo, setup: ModelSetup, top_k: int, temperature: float) -> None:
+        super().__init__(place, setup)
+        self._top_k, self._temperature = top_k, temperature
+
+    @register_call(step_calls.TEACHER_HIDDEN)
+    def compute_teacher_hidden(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Compute also the hidden states, from which all log-probs follow."""
+        return self._taught(batch, sizes, hidden=True)
 
 
 class RewardModelWorker(ModelWorker):

@@ -236,3 +236,10 @@ def test_an_engine_has_weights_work_space_and_the_rest_as_its_cache(tp: int) -> 
     few = subject(rollout__tp=tp, rollout__vllm__max_num_seqs=3, rollout__vllm__kv_cache_memory_bytes=10**11)
     fixed = engine_memory(few.config, few.specs["actor"], few.hardware)
     assert (fixed.max_sequences, fixed.full_samples, fixed.cache_bytes) == (3, 3, 10**11)
+
+
+def test_a_policy_that_teaches_itself_makes_one_more_pass() -> None:
+    taught = {"algorithm__distillation__form": "top_k", "algorithm__distillation__context": "Answer {prompt}"}
+    of = subject(**taught)
+    assert phase(of, "teacher").parts == phase(of, "old log-probs").parts
+    assert "teacher" not in {each.name for each in plan_time(subject(), LENGTHS).phases}

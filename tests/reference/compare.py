@@ -91,6 +91,8 @@ def row_of(record: Mapping[str, Any]) -> Row:
         rollout=torch.tensor(record["rollout_log_probs"], dtype=torch.float64),
         score=record["scores"][0],
         written=torch.tensor(written, dtype=torch.bool),
+        text=record["prompt_text"],
+        truth=record["ground_truth"],
     )
 
 

@@ -32,6 +32,8 @@ class Row:
     baseline: float = math.nan
     columns: dict[str, Tensor] = field(default_factory=dict)  # one value per written token
     rewards: Sequence[tuple[float, float]] = ()  # weight and score of each reward function
+    text: str = ""  # the prompt, as the policy reads it
+    truth: str = ""
     selected: Tensor | None = None  # written tokens that clip_cov or kl_cov treats differently
 
     @property

@@ -120,11 +120,11 @@ class Judge:
         by_rule = {name: value for name, value in figures.items() if name.removesuffix("/low") not in by_model}
         by_rule = {name: value for name, value in by_rule.items() if name.removesuffix("/high") not in by_model}
         assert by_rule == pytest.approx(expected, abs=1e-7)
-        assert (teacher_kl is None) == (self.config.get("teacher") is None)
+        assert (teacher_kl is None) == (self.config["algorithm"]["distillation"] is None)
         if teacher_kl is not None and validation["after"] == 0:  # the policy changes after step 0
             reference = Reference(dict(self.config))
             whole = [
-                reference.log_probs(reference.actor, row)[0] - reference.log_probs(reference.teacher, row)[0]
+                reference.log_probs(reference.actor, row)[0] - reference.taught_log_probs(row)
                 for row in map(row_of, rows)
             ]
             assert teacher_kl == pytest.approx(float(torch.cat(whole).mean()), abs=1e-5)

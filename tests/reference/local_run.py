@@ -226,7 +226,7 @@ def local_team(
         actor=roles["actor"],
         critic=roles.get("critic"),
         model_scores=models,
-        teachers=teachers_of(config, roles),
+        teachers=teachers_of(config, roles, tokenizer),
         hybrid=hybrid,
         engine_probe=probe,
         prompts=prompts,

@@ -90,6 +90,14 @@ OF_BASELINES: tuple[dict[str, Any], ...] = (
     {"policy": "gspo", "correction": ("sequence", "truncate"), "temperature": 1.0},
     {"sampling": "overlong", "mask": True},
 )
+TAUGHT: dict[str, Any] = {name: levels[0] for name, levels in GROUPS.items()} | {"context": "{prompt} {ground_truth}"}
+OF_TAUGHT: tuple[dict[str, Any], ...] = (
+    {"distillation": ("top_k", 0.3), "kl": "loss", "resume": True},
+    {"distillation": ("advantage", 0), "mask": True},
+    {"distillation": ("sampled", "k3"), "updates": "1 update", "temperature": 1.0},
+    {"distillation": ("full", 1.0), "has_teacher": True},
+)
+"""A teacher, here the policy itself, that reads the answer."""
 SCHEDULES = {
     "constant": {},
     "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},
@@ -211,6 +219,10 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
             form, of_form = "top_k", 0.0
         by = {"sampled": {"estimator": of_form}, "advantage": {}}.get(form, {"beta": of_form})
         values["algorithm"]["distillation"] = {"form": form, "coef": 0.3, "top_k": 6, **by}
+        values["algorithm"]["distillation"] |= {"context": options.get("context"), "context_tokens": 40}
+        if not options.get("context"):
+            del values["algorithm"]["distillation"]["context_tokens"]
+    if options["distillation"] and (options.get("has_teacher") or not options.get("context")):
         values["teacher"] = {"path": str(models / "teacher"), "dtype": "float32", "max_tokens_per_device": 64}
         values["placement"]["roles"]["teacher"] = "all"
     failures = options["sampling"] == "failures"
@@ -244,6 +256,7 @@ def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
     combinations = [("values", options) for options in pairwise(VALUES)]
     combinations += [("groups", options) for options in pairwise(GROUPS)]
     combinations += [("pairs", PAIRS | changes) for changes in OF_PAIRS]
+    combinations += [("taught", TAUGHT | changes) for changes in OF_TAUGHT]
     combinations += [("baselines", BASELINES | changes) for changes in OF_BASELINES]
     parts: dict[str, tuple[int, list[LocalCase]]] = {}
     for ranks in (1, 2):

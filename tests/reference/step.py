@@ -6,7 +6,9 @@ Inputs: configuration, models, sampled rows. Outputs: columns, losses, norms, le
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.reference import formulas
 from tests.reference.formulas import Row
@@ -96,11 +98,13 @@ class Reference:
         self.actor = AutoModelForCausalLM.from_pretrained(model["path"], dtype=torch.float64)
         self.initial, self.actor_adam = copy.deepcopy(self.actor), Adam(self.actor, config["actor"])
         self.critic = self.reward_model = None
+        self.tokenizer = AutoTokenizer.from_pretrained(model["path"])
         if config["critic"] is not None:
             self.critic = value_model(model["critic"] or model["path"], new_head=model["critic"] is None)
             self.critic_adam = Adam(self.critic, config["critic"])
         if config["reward_model"] is not None:
             self.reward_model = value_model(config["reward_model"]["path"])
+        self.teacher = self.initial
         if config["teacher"] is not None:
             self.teacher = AutoModelForCausalLM.from_pretrained(config["teacher"]["path"], dtype=torch.float64)
         self.kl_coef = self.algorithm["kl"]["coef"]
@@ -127,8 +131,10 @@ class Reference:
                 figures |= formulas.correction_figures(self.algorithm["correction"], rows)
         if kl["where"] != "none" or self.algorithm["advantage"] == "online_dpo":
             add_column(rows, "ref_log_probs", lambda row: self.log_probs(self.initial, row)[0])
-        if self.config["teacher"] is not None:
-            add_column(rows, "teacher_log_probs", lambda row: self.log_probs(self.teacher, row)[0])
+        if self.algorithm["distillation"] is not None:
+            if self.config["teacher"] is None:
+                self.teacher = copy.deepcopy(self.actor)  # the policy from before the updates
+            add_column(rows, "teacher_log_probs", self.taught_log_probs)
         if self.critic is not None:
             add_column(rows, "values", lambda row: token_values(self.critic, row))
         figures["reward/kl"], rewards = formulas.add_advantages(rows, self.algorithm, self.kl_coef)
@@ -146,7 +152,7 @@ class Reference:
             updates["critic"] = self.update(rows, number, self.critic_adam, self.critic_loss)
         if number > self.config["training"]["critic_warmup_steps"]:
             updates["actor"] = self.update(rows, number, self.actor_adam, self.actor_loss)
-        if self.config["teacher"] is not None and "actor" in updates:
+        if self.algorithm["distillation"] is not None and "actor" in updates:
             taught, own = (
                 np.mean([update[f"{x}_abs"] for update in updates["actor"]]) for x in ("taught", "advantages")
             )
@@ -233,6 +239,19 @@ class Reference:
         of_places: Tensor = (logits / self.config["rollout"]["temperature"]).log_softmax(-1)[row.written]
         return of_places
 
+    def taught_log_probs(self, row: Row) -> Tensor:
+        return self.log_probs(self.teacher, self.as_taught(row))[0]
+
+    def as_taught(self, row: Row) -> Row:
+        """Return the row with the prompt that the teacher reads: the sum inside the context."""
+        context = self.algorithm["distillation"]["context"]
+        if context is None:
+            return row
+        text = context.replace("{prompt}", "\\g<0>").replace("{ground_truth}", row.truth)
+        prompt = re.sub(r"\d+\+\d+=", text, row.text)
+        assert prompt != row.text, f"no sum in {row.text}"
+        return dataclasses.replace(row, prompt=self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
     def update(self, rows: list[Row], step: int, adam: Adam, loss: Loss) -> list[dict[str, Any]]:
         """Do all updates of one model in this step: in each epoch, shuffle the rows and cut them into equal parts."""
         batch, reports = self.config["batch"], []
@@ -292,7 +311,7 @@ class Reference:
         if taught["form"] in ("advantage", "sampled"):
             return formulas.kl_estimate(taught["estimator"], log_probs, of_teacher), reports
         with torch.no_grad():
-            teacher = self.distributions(self.teacher, row)
+            teacher = self.distributions(self.teacher, self.as_taught(row))
         distance, mass = formulas.divergence(taught, self.distributions(self.actor, row), teacher)
         return distance, reports | {"teacher_mass": mass}
 

@@ -129,7 +129,9 @@ BY_SOURCE: dict[str, Any] = {
 
 def test_each_row_is_read_by_the_teacher_of_its_data_source() -> None:
     sources = ["math/algebra", "code", "web", "gsm8k", "web"]
-    batch = DataProto.from_dict({"responses": from_rows([[i, i] for i in range(5)])}, row_ids=np.array([9, 7, 5, 3, 1]))
+    columns = {"responses": from_rows([[i, i] for i in range(5)]), "data_source": np.array(sources, object)}
+    rows = DataProto.from_dict(columns, row_ids=np.array([9, 7, 5, 3, 1]))
+    batch = rows.select("responses")
     asked: dict[str, list[int]] = {}
 
     def client(role: str, level: float) -> Any:
@@ -146,12 +148,12 @@ def test_each_row_is_read_by_the_teacher_of_its_data_source() -> None:
         "teachers.code": client("code", -3),
     }
     teachers = Teachers(replace(load_config(str(LAPTOP)).config, **BY_SOURCE), clients)
-    columns = batch.union(teachers.columns(TEACHER_LOG_PROB, batch, sources))
-    assert columns.values("teacher_log_probs").tolist() == [-2, -2, -3, -3, -1, -1, -2, -2, -1, -1]
+    taught = batch.union(teachers.columns(TEACHER_LOG_PROB, batch, rows))
+    assert taught.values("teacher_log_probs").tolist() == [-2, -2, -3, -3, -1, -1, -2, -2, -1, -1]
     assert asked == {"teacher": [5, 1], "math": [9, 3], "code": [7]}
-    assert teachers.shares(sources) == {"teacher/share": 0.4, "teachers.math/share": 0.4, "teachers.code/share": 0.2}
+    assert teachers.shares(rows) == {"teacher/share": 0.4, "teachers.math/share": 0.4, "teachers.code/share": 0.2}
     asked.clear()
-    teachers.columns(TEACHER_LOG_PROB, batch.take([1]), ["code"])
+    teachers.columns(TEACHER_LOG_PROB, batch.take([1]), rows.take([1]))
     assert asked == {"code": [7]}, "the others have no row of this batch"
 
 

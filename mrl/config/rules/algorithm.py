@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mrl.config.algorithm import ADVANTAGES, CHOOSING_LOSSES, NORM_ADVANTAGES, VECTOR_ADVANTAGES, CorrectionConfig
-from mrl.config.arithmetic import corrects_engines, samples_per_step, updates_per_step
+from mrl.config.algorithm import (
+    ADVANTAGES,
+    CHOOSING_LOSSES,
+    NORM_ADVANTAGES,
+    VECTOR_ADVANTAGES,
+    CorrectionConfig,
+    DistillationConfig,
+)
+from mrl.config.arithmetic import corrects_engines, samples_per_step, teaches_itself, updates_per_step
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.errors import Problem
@@ -210,8 +217,7 @@ def _distillation(config: Config) -> Iterator[Problem]:
     if distillation is None:
         return
     form, estimator = distillation.form, distillation.estimator
-    if not config.teaching_models():
-        yield problem(key, "the section `teacher` is missing", f"add one, or {key}=null")
+    yield from _context(config, distillation)
     yield from _several_teachers(config)
     if form in ("advantage", "sampled") and (rollout.top_p < 1 or rollout.top_k):
         what = f"{form} averages over tokens drawn from the policy; top_p and top_k draw from another distribution"
@@ -229,6 +235,28 @@ def _distillation(config: Config) -> Iterator[Problem]:
     if config.algorithm.dynamic_sampling is not None and only_teaches(config):
         what = "needs scores, but only the teacher is configured"
         yield problem("algorithm.dynamic_sampling", what, "algorithm.dynamic_sampling=null")
+
+
+def _context(config: Config, distillation: DistillationConfig) -> Iterator[Problem]:
+    """Yield what keeps a teacher from reading another prompt, or the policy from being its own teacher."""
+    key, context = f"{_DISTILLATION}.context", distillation.context
+    if context is None:
+        if not config.teaching_models():
+            own = f"{key}='The answer is {{ground_truth}}. {{prompt}}', with which the policy teaches itself"
+            fix = f"add one, {_DISTILLATION}=null, or {own}"
+            yield problem(_DISTILLATION, "the section `teacher` is missing", fix)
+        if distillation.context_tokens is not None:
+            yield problem(f"{key}_tokens", "without a context, the teacher reads the policy's prompt", "remove it")
+        return
+    if "{prompt}" not in context:
+        what = "has no {prompt}: the teacher would not know the question"
+        yield problem(key, what, f"write {{prompt}} in {key}")
+    if config.agent.environments:
+        what = "conversations with environments are token ids, not messages in which a context could be written"
+        yield problem(key, what, f"{key}=null")
+    if teaches_itself(config) and distillation.form == "full":
+        what = "the policy's output matrix changes in the update, so it is no fixed teacher"
+        yield problem(f"{_DISTILLATION}.form", what, f"{_DISTILLATION}.form=top_k")
 
 
 def _several_teachers(config: Config) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mrl import files
-from mrl.config.arithmetic import longest_sample_tokens
+from mrl.config.arithmetic import longest_sample_tokens, longest_teacher_tokens, teaches_itself
 from mrl.config.rules import gpt_oss
 from mrl.config.rules.fsdp import check_fsdp_family
 from mrl.config.rules.lora import check_lora_targets
@@ -227,6 +227,11 @@ def unchecked(path: str, shape: ModelShape | None) -> Iterator[str]:
 
 def _positions(config: Config, shape: ModelShape) -> Iterator[Problem]:
     longest = longest_sample_tokens(config.rollout)
+    taught = longest_teacher_tokens(config) if teaches_itself(config) else 0
+    if shape.positions is not None and longest <= shape.positions < taught:
+        what = f"with context_tokens, the teacher reads {taught} tokens, but the model has {shape.positions} positions"
+        key, room = "algorithm.distillation.context_tokens", shape.positions - config.rollout.max_response_tokens
+        yield problem(key, what, f"{key}={room}")
     if shape.positions is not None and longest > shape.positions and "hf_overrides" not in config.rollout.vllm:
         what = f"with max_prompt_tokens, a sample has {longest} tokens, but the model has {shape.positions} positions"
         room = shape.positions - config.rollout.max_prompt_tokens

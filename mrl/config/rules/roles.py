@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mrl.config.arithmetic import longest_sample_tokens, reads_reference, tokens_limit
+from mrl.config.arithmetic import (
+    longest_sample_tokens,
+    longest_teacher_tokens,
+    reads_reference,
+    teaches_itself,
+    tokens_limit,
+)
+from mrl.config.role_kinds import kind_of
 from mrl.config.rules.cluster import placed
 from mrl.config.rules.problems import near_multiples, nearest, problem, stays_in_a_node
 from mrl.config.schema import Config
@@ -76,6 +83,10 @@ def _micro_batches(config: Config) -> Iterator[Problem]:
         if longest > limit * cp:
             what = f"a sample of {lengths} = {longest} does not fit in {_room_of(limit, cp)}"
             yield problem(key, what, f"smallest: {key}={math.ceil(longest / cp)}")
+        is_teacher = kind_of(role) == "teacher" or (role == "actor" and teaches_itself(config))
+        if is_teacher and longest <= limit * cp < (taught := longest_teacher_tokens(config)):
+            what = f"a sample with the teacher's prompt, context_tokens + max_response_tokens = {taught}, does not fit"
+            yield problem(key, f"{what} in {_room_of(limit, cp)}", f"smallest: {key}={math.ceil(taught / cp)}")
 
 
 def _pairs(config: RankedConfig) -> Iterator[Problem]:

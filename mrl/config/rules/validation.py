@@ -38,7 +38,7 @@ def _figures(config: Config) -> Iterator[Problem]:
             what = f"{actual} has no effect with validation.greedy, which does not sample"
             yield problem(f"validation.{name}", what, f"validation.{name}={value:g}, or validation.greedy=false")
     figures, key = validation_figures(config), "validation.best_metric"
-    names = [f"val/{figure}" for figure in figures] + ["val/teacher_kl"] * bool(config.teaching_models())
+    names = [f"val/{figure}" for figure in figures] + ["val/teacher_kl"] * (config.algorithm.distillation is not None)
     is_read = validation.every or validation.best_metric is not None
     if is_read and names and validation.source_of_best(figures) is None and validation.best not in names:
         fix = f"{did_you_mean(validation.best, names)} Or for one source: val/SOURCE/{figures[0]}"
