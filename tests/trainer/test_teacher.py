@@ -176,3 +176,25 @@ def test_a_further_teacher_is_a_language_model_with_the_policys_vocabulary(tmp_p
     assert role_worker("teachers.math", config).args[1:] == role_worker("teacher", config).args[1:]
     warnings = list(check_teachers(config, load_tokenizer(config.model.path)))
     assert warnings == [("teachers.math", "no data source is one of its sources: toy:addition")]
+
+
+def test_a_policy_that_teaches_itself_scores_its_samples_after_the_teachers_prompts() -> None:
+    own = ["algorithm.distillation={form: advantage, context: 'Answer {prompt}'}", "placement.roles.teacher=null"]
+    config = load_config(str(LAPTOP), ["teacher=null", *own]).config
+    columns = {"prompts": from_rows([[1], [2]]), "data_source": np.array(["sums", "code"], object)}
+    rows = DataProto.from_dict(columns, row_ids=np.array([9, 7]))
+    asked = []
+
+    def score(method: str, batch: DataProto) -> DataProto:
+        asked.append((method, [row.tolist() for row in batch["prompts"].rows()]))
+        return batch.with_column("teacher_log_probs", from_rows([[-1.0], [-2.0]]))
+
+    context: Any = SimpleNamespace(
+        prompts=lambda of: from_rows([[10, source == "code"] for source in of["data_source"]])
+    )
+    actor: Any = SimpleNamespace(score=score)
+    teachers = Teachers(config, {"actor": actor}, context)
+    found = teachers.columns(TEACHER_LOG_PROB, rows.select("prompts"), rows)
+    assert list(found.columns()) == ["teacher_log_probs"]
+    assert asked == [("compute_teacher_log_prob", [[10, 0], [10, 1]])]
+    assert teachers.shares(rows) == {}
