@@ -117,8 +117,8 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     if isinstance(config, Config) and config.reference is not None and config.reference.path is not None:
         of_reference = (("reference", warning) for warning in check_reference(config, tokenizer))
         yield from guarded("reference", _check_tokens(of_reference, {"reference": config.reference.path}))
-    if isinstance(config, Config) and (teachers := config.teaching_models()):
-        paths = {role: model.path for role, model in teachers.items()}
+    if isinstance(config, Config) and config.algorithm.distillation is not None:
+        paths = {role: model.path for role, model in config.teaching_models().items()}
         yield from guarded("teacher", _check_tokens(check_teachers(config, tokenizer), paths))
     scored: dict[str, list[Prompt]] = {}
     for key, source in config.data.sources():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
+from mrl.config.arithmetic import teaches_itself
 from mrl.config.reward import RewardFunctionConfig
 from mrl.config.role_kinds import teacher_of
 from mrl.config.schema import Config
@@ -49,15 +50,14 @@ def check_teachers(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[s
     distillation, teachers = config.algorithm.distillation, config.teaching_models()
     if distillation is None:
         return
+    num_tokens, path = read_spec(config.model.path).vocab, config.model.path
     for role, teacher in teachers.items():
         path = teacher.path
         yield from ((role, warning) for warning in compare_tokenizer(tokenizer, path))
-        num_tokens = _check_vocab(
-            config, path, "choose a teacher of the policy's family with a vocabulary at least as large"
-        )
-        if distillation.form == "top_k" and distillation.top_k > num_tokens:
-            problem = f"algorithm.distillation.top_k={distillation.top_k} exceeds the policy's {num_tokens} tokens"
-            raise ModelError(problem, where=path, fix=f"set algorithm.distillation.top_k={num_tokens}, the maximum")
+        _check_vocab(config, path, "choose a teacher of the policy's family with a vocabulary at least as large")
+    if distillation.form == "top_k" and distillation.top_k > num_tokens:
+        problem = f"algorithm.distillation.top_k={distillation.top_k} exceeds the policy's {num_tokens} tokens"
+        raise ModelError(problem, where=path, fix=f"set algorithm.distillation.top_k={num_tokens}, the maximum")
     if any(teacher.sources for teacher in teachers.values()):
         names = set().union(*_sources_by_part(config).values())
         owners = {teacher_of(config, name) for name in names}
@@ -65,12 +65,11 @@ def check_teachers(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[s
         yield from ((role, f"no data source is one of its sources: {listed:.500}") for role in teachers.keys() - owners)
 
 
-def _check_vocab(config: Config, path: str, fix: str) -> int:
-    """Return the size of the policy's vocabulary. Raise an error if the model's vocabulary is smaller."""
+def _check_vocab(config: Config, path: str, fix: str) -> None:
+    """Raise an error if the model's vocabulary is smaller than the policy's."""
     size, policy_size = read_spec(path).vocab, read_spec(config.model.path).vocab
     if size < policy_size:
         raise ModelError(f"has embeddings for {size} tokens, but the policy writes {policy_size}", where=path, fix=fix)
-    return policy_size
 
 
 def check_reward_sources(config: Config) -> Iterator[str]:
@@ -93,7 +92,8 @@ def check_reward_sources(config: Config) -> Iterator[str]:
     sources_by_part = _sources_by_part(config)
     for (part, key), names in sources_by_part.items():
         by_model = any(model.weight for model in config.scoring_models().values())
-        if part == "train" and (by_model or (config.teaching_models() and not config.reward.functions)):
+        is_taught = bool(config.teaching_models()) or teaches_itself(config)
+        if part == "train" and (by_model or (is_taught and not config.reward.functions)):
             continue
         for name in sorted(names):
             if not rewards[part].scores(name) and config.agent.name_for(name) is None:

@@ -80,3 +80,10 @@ def test_a_token_baseline_reads_the_norms_of_scores_and_what_corrects_them() -> 
     config = load_config("configs/laptop-grpo.yaml", [*ours, "algorithm.correction.level=token"]).config
     corrected = {"score_norms", "old_log_probs", "rollout_log_probs"}
     assert {*step_calls.ACTOR_ADVANTAGES.needs(config)} == corrected
+
+
+def test_a_policy_may_learn_from_itself_alone() -> None:
+    own = "algorithm={kl: {where: none}, distillation: {form: top_k, context: 'Answer {prompt}'}}"
+    config = load_config("configs/laptop-grpo.yaml", [own, "reward.functions.answer=null"]).config
+    assert not config.reward.functions
+    assert step_calls.TEACHER_TOP_K in step_calls.step_calls(config)

@@ -124,3 +124,20 @@ def test_two_teachers_of_one_model_teach_what_it_teaches(directory: Path) -> Non
         shares = [of_two.pop(f"{role}/share", None) for role in ("teacher", "teachers.other")]
         assert all(0.2 < share < 0.8 for share in shares) if line["step"] else shares == [None, None]
         assert of_two == pytest.approx(line, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_a_policy_that_teaches_itself_comes_near_to_what_it_says_with_the_answer(directory: Path) -> None:
+    own = ("teacher=null", "placement.roles.teacher=null", "actor.parallel.tp=2", "training={steps: 8, save_every: 4}")
+    own += (f"model.path={directory}/teacher/model",)
+    own += ("algorithm.distillation={form: top_k, top_k: 8, context: 'It is {ground_truth}. {prompt}'}",)
+    own += ("algorithm.distillation.context_tokens=32",)
+    lines = train(directory, "own", *own)
+    losses = [line["actor/distill_loss"] for line in lines[1:]]
+    assert 0 < losses[-1] < 0.7 * losses[0], losses
+    assert len([line for line in lines if "val/teacher_kl" in line]) == 3
+    again = directory / "own-again"
+    shutil.copytree(directory / "own", again)
+    shutil.rmtree(again / "checkpoints" / "step-000008")
+    assert train(directory, "own-again", *own) == lines

@@ -75,6 +75,14 @@ def test_a_teacher_names_no_more_tokens_than_there_are(tmp_path: Path) -> None:
         taught(tmp_path, 0, form="top_k", top_k=100_000)
 
 
+def test_a_policy_that_teaches_itself_names_no_more_tokens_than_there_are(tmp_path: Path) -> None:
+    config, _ = taught(tmp_path, 0, form="full")
+    own = DistillationConfig(form="top_k", top_k=100_000, context="Answer {prompt}")
+    config = replace(config, teacher=None, algorithm=replace(config.algorithm, distillation=own))
+    with pytest.raises(ModelError, match=r"top_k=100000 exceeds the policy's \d+ tokens"):
+        list(check_teachers(config, load_tokenizer(config.model.path)))
+
+
 def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
     config, _ = taught(tmp_path, 0, form="full")
     assert config.teacher is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mrl.config.arithmetic import teaches_itself
 from mrl.config.bounds import is_path
 from mrl.config.reward import RewardFunctionConfig, label_of
 from mrl.config.rules.problems import problem
@@ -28,7 +29,7 @@ def check_reward(config: Config) -> Iterator[Problem]:
     weights = [function.weight for function in functions.values()] + [model.weight for model in models.values()]
     if not functions and not models and not config.agent.environments:
         fix = "add one: reward.functions.answer.name=gsm8k, a reward_model section, or an environment that scores"
-        if not config.teaching_models():
+        if not config.teaching_models() and not teaches_itself(config):
             yield problem("reward.functions", "no reward function is configured", fix)
     elif not any(weights) and not environments_score(config):
         key = "reward.functions" if functions else f"{next(iter(models))}.weight"
