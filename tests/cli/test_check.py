@@ -19,7 +19,7 @@ from mrl.cli.main import main
 from mrl.config import step_calls
 from mrl.config.resolved.load import load_any_config, load_config
 from mrl.config.schema import Config
-from mrl.config.step_calls import STEP
+from mrl.config.step_calls import STEP, TEACHER_LOG_PROB, TEACHER_TOP_K
 from mrl.errors import ConfigError
 from mrl.plan.record_size import record_size
 from mrl.plan.rehearsed import remember
@@ -215,7 +215,9 @@ def test_workers_register_the_calls_of_the_table() -> None:
     for role, worker in workers.items():
         registered = {name: spec for name, spec in registered_methods(worker).items() if spec.reads}
         registered.pop("probe")  # before the first step, for a model that has just been loaded
-        calls = {call.method: (call.reads, call.writes, call.optional) for call in STEP if call.role == role}
+        own = (TEACHER_LOG_PROB, TEACHER_TOP_K) if role == "actor" else ()  # the policy may be its own teacher
+        made = [call for call in STEP if call.role == role or call in own]
+        calls = {call.method: (call.reads, call.writes, call.optional) for call in made}
         assert {name: (spec.reads, spec.writes, spec.optional) for name, spec in registered.items()} == calls
 
 
@@ -230,6 +232,7 @@ def test_workers_register_the_calls_of_the_table() -> None:
         ("algorithm.old_log_probs=engine", "algorithm.kl.where=loss"),
         (*INTERPOLATED, "algorithm.kl.where=loss", "asynchrony.ahead=1", "algorithm.correction={}"),
         *((*TEACHER, f"algorithm.distillation.form={form}") for form in ("advantage", "top_k", "full")),
+        ("algorithm.distillation={form: top_k, context: 'Answer {prompt}'}",),
         (
             *TEACHER,
             "algorithm.distillation.form=sampled",
