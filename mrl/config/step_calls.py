@@ -43,8 +43,7 @@ def _charges_kl(config: Config, where: str) -> bool:
 def _needed_for_advantages(config: Config) -> Columns:
     estimator: dict[str, Columns] = {"gae": ("values",), "remax": ("baseline_scores",)}
     estimator |= dict.fromkeys(REFERENCE_ADVANTAGES, ("old_log_probs", "ref_log_probs"))
-    corrected: Columns = ("old_log_probs", "rollout_log_probs") if config.algorithm.correction is not None else ()
-    estimator |= dict.fromkeys(NORM_ADVANTAGES, ("score_norms", *corrected))
+    estimator |= dict.fromkeys(NORM_ADVANTAGES, ("score_norms",))
     kl = ("old_log_probs", "ref_log_probs") if _charges_kl(config, "reward") else ()
     return estimator.get(config.algorithm.advantage, ()) + kl
 
@@ -84,7 +83,7 @@ def _taught(config: Config) -> Columns:
 _ADVANTAGES_READ: Columns = ("responses", "scores", "position")
 _ADVANTAGES_OPTIONAL: Columns = (
     *("response_mask", "values", "old_log_probs", "ref_log_probs", "baseline_scores"),
-    *("score_norms", "rollout_log_probs"),
+    "score_norms",
 )
 
 RM_SCORE = StepCall(
@@ -134,7 +133,7 @@ LOG_PROB_WITH_NORMS = StepCall(
     is_made=_reads_norms,
     writes=("old_log_probs", "score_norms"),
     optional=LOG_PROB.optional,
-    needs=_routes,
+    needs=lambda config: _routes(config) + (("rollout_log_probs",) if config.algorithm.correction is not None else ()),
 )
 LOG_PROB_WITH_ROUTES = StepCall(
     role="actor",

@@ -80,12 +80,18 @@ class ActorRolloutRefWorker(ScoresAsTeacher):
 
     @register_call(step_calls.LOG_PROB_WITH_NORMS)
     def compute_log_prob_with_norms(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
-        """Do the same, and return also the squared norm of d log pi / d logits of each token."""
+        """Do the same, and return also the squared norm of each token's score, d log pi / d logits, with its
+        correction in the loss."""
         scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(self._temperature, norms=True))
         answer = self._compared(batch, None if scores is None else scores.log_probs_T)
         if answer is None or scores is None or scores.norms_T is None:
             return None
-        return answer.with_column("score_norms", jagged(scores.norms_T.float().cpu(), batch.lengths("responses")))
+        norms_T, lengths = scores.norms_T.float().cpu(), batch.lengths("responses")
+        if self._algorithm.correction is not None:
+            rows, rollout_T = Rows.of(torch.from_numpy(lengths.copy())), batch.values("rollout_log_probs")
+            pair = RolloutPair(rows, response_mask(batch), answer.values("old_log_probs"), rollout_T)
+            norms_T = norms_T * correction_weights(pair, self._algorithm.correction).square()
+        return answer.with_column("score_norms", jagged(norms_T.float(), lengths))
 
     @register_call(step_calls.LOG_PROB_WITH_ROUTES)
     def compute_log_prob_with_routes(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:

@@ -17,7 +17,6 @@ from mrl.algos.advantages import (
 )
 from mrl.algos.groups import Outcomes
 from mrl.algos.kl import mean_row_kl, token_kl
-from mrl.algos.rollout_correction import RolloutPair, correction_weights
 from mrl.algos.rows import Reduce, Rows, apply_mask
 from mrl.config.algorithm import REFERENCE_ADVANTAGES, AlgorithmConfig
 from mrl.protocol import DataProto
@@ -34,8 +33,7 @@ def shard_advantages(
     The metrics cover all shards, including the mean KL to the reference (0 without a penalty).
     """
     rows, mask_T = Rows.of(torch.from_numpy(batch.lengths("responses").copy())), response_mask(batch)
-    names = ("values", "old_log_probs", "ref_log_probs", "score_norms", "rollout_log_probs")
-    columns = optional_values(batch, *names)
+    columns = optional_values(batch, "values", "old_log_probs", "ref_log_probs", "score_norms")
     scores_B, position_B = batch["scores"], batch["position"]
     assert isinstance(scores_B, torch.Tensor), "`scores` has one number per row"
     rewards_T, kl = scores_to_token_rewards(scores_B, rows, mask_T), 0.0
@@ -67,7 +65,7 @@ def shard_advantages(
         ),
         sample_B,
         sum_over_shards,
-        _corrected_norms(rows, mask_T, columns, config),
+        columns.get("score_norms"),
     )
     estimate = estimate_advantages(inputs, config)
     all_B = torch.ones(rows.num_rows, dtype=torch.bool)
@@ -84,19 +82,6 @@ def shard_advantages(
     estimates = {"advantages": estimate.advantages_T} | ({} if returns_T is None else {"returns": returns_T})
     columns_T = {name: jagged(column_T.float(), batch.lengths("responses")) for name, column_T in estimates.items()}
     return DataProto.from_dict(columns_T, meta_info=figures | {"reward/kl": kl}, row_ids=batch.row_ids)
-
-
-def _corrected_norms(
-    rows: Rows, mask_T: Tensor, columns: Mapping[str, Tensor], config: AlgorithmConfig
-) -> Tensor | None:
-    """Return the squared norms of the tokens' scores in the loss, where each is multiplied by its correction."""
-    if "score_norms" not in columns:
-        return None
-    norms_T = columns["score_norms"].double()
-    if config.correction is None:
-        return norms_T
-    pair = RolloutPair(rows, mask_T, columns["old_log_probs"], columns["rollout_log_probs"])
-    return norms_T * correction_weights(pair, config.correction).double().square()
 
 
 def _distributions(

@@ -78,8 +78,8 @@ def test_a_token_baseline_reads_the_norms_of_scores_and_what_corrects_them() -> 
     assert made & {*step_calls.OLD_LOG_PROBS} == {step_calls.LOG_PROB_WITH_NORMS}
     assert {*step_calls.ACTOR_ADVANTAGES.needs(config)} == {"score_norms"}
     config = load_config("configs/laptop-grpo.yaml", [*ours, "algorithm.correction.level=token"]).config
-    corrected = {"score_norms", "old_log_probs", "rollout_log_probs"}
-    assert {*step_calls.ACTOR_ADVANTAGES.needs(config)} == corrected
+    assert {*step_calls.ACTOR_ADVANTAGES.needs(config)} == {"score_norms"}
+    assert {*step_calls.LOG_PROB_WITH_NORMS.needs(config)} == {"rollout_log_probs"}
 
 
 def test_a_policy_may_learn_from_itself_alone() -> None:

@@ -150,7 +150,7 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
         pairs = zip(rows, rewards, strict=True)
         advantages = [[value - row.baseline for value in discounted(of_row, 1.0)] for row, of_row in pairs]
     elif name == "optimal_token_baseline":
-        advantages = _over_token_baseline(rows, rewards, algorithm["correction"])
+        advantages = _over_token_baseline(rows, rewards)
     else:
         by_name = {"gdpo": lambda: _of_each_reward(rows), "online_dpo": lambda: _of_pairs(rows, scores, algorithm)}
         per_row = by_name.get(name, lambda: row_advantages(name, rows, scores))()
@@ -162,15 +162,10 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
     return float(sum(row_kls) / max(len(row_kls), 1)), [sum(of_row) for of_row in rewards]
 
 
-def _over_token_baseline(
-    rows: Sequence[Row], rewards: Sequence[list[float]], corrects: dict[str, Any] | None
-) -> list[list[float]]:
-    """Return G_t - sum_j W_jt G_jt / sum_j W_jt over the rows of a prompt, with W_t the sum of w^2 |d log pi / d z|^2
-    up to t, where w is the correction of a token."""
-    returns, weights = [discounted(of_row, 1.0) for of_row in rewards], []
-    for row in rows:
-        factor: Any = 1.0 if corrects is None else correction(corrects, row)
-        weights.append((row.columns["score_norms"] * factor**2).cumsum(0).tolist())
+def _over_token_baseline(rows: Sequence[Row], rewards: Sequence[list[float]]) -> list[list[float]]:
+    """Return G_t - sum_j W_jt G_jt / sum_j W_jt over the rows of a prompt, with W_t the sum of the norms up to t."""
+    returns = [discounted(of_row, 1.0) for of_row in rewards]
+    weights = [row.columns["score_norms"].cumsum(0).tolist() for row in rows]
     advantages = []
     for row, own in zip(rows, returns, strict=True):
         group = [at for at, other in enumerate(rows) if other.uid == row.uid]

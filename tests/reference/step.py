@@ -228,10 +228,14 @@ class Reference:
         return sampled, -(log_probs.exp() * log_probs).sum(-1)
 
     def score_norms(self, row: Row) -> Tensor:
-        """Return |d log pi / d logits|^2 of each written token, with logits divided by the temperature."""
+        """Return w^2 |d log pi / d logits|^2 of each written token, with logits divided by the temperature and the
+        correction w."""
         probs = self.distributions(self.actor, row).exp()
         chosen = torch.nn.functional.one_hot(torch.tensor(row.response)[row.written], probs.shape[-1])
-        return (chosen - probs).square().sum(-1)
+        corrects = self.algorithm["correction"]
+        factor: Any = 1.0 if corrects is None else formulas.correction(corrects, row)
+        norms: Tensor = (chosen - probs).square().sum(-1) * factor**2
+        return norms
 
     def distributions(self, model: Any, row: Row) -> Tensor:
         """Return the log-probs of the whole vocabulary at each written token."""

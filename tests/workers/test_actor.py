@@ -324,6 +324,26 @@ def test_what_the_correction_does_is_reported_over_all_shards(
         assert found == pytest.approx(mismatch_of(rows, given) | expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("with_holes", [True, False])
+def test_norms_of_scores_are_those_of_the_corrected_loss(with_holes: bool) -> None:
+    rows = make_rows("rollout_log_probs", with_holes=with_holes)
+    given = [x.detach() for x in scores_of(rows)["log_probs"]]
+    norms_T = torch.linspace(0, 2, sum(map(len, given)))
+    config = CorrectionConfig(level="token", upper=1.4, lower=0.2)
+    for correction in (None, config):
+        scores = Scores(log_probs_T=torch.cat(given), norms_T=norms_T)
+        worker = worker_of(config_of(correction=correction), scores, Shards(1))
+        answer = worker.compute_log_prob_with_norms(batch_of(rows), [[len(rows)]])
+        assert answer is not None, "this rank has the scores"
+        ratio_T = torch.cat([x - row.columns["rollout_log_probs"] for x, row in zip(given, rows, strict=True)]).exp()
+        expected_T = norms_T * (1 if correction is None else ratio_T.clamp(0.2, 1.4).square())
+        written_T = torch.tensor([is_written for row in rows for is_written in row.mask])
+        found_T = answer.values("score_norms")
+        assert torch.allclose(found_T[written_T], expected_T[written_T].float(), rtol=1e-5)
+    (call,) = worker.engine.calls  # type: ignore[attr-defined]
+    assert call.request == ScoreRequest(TEMPERATURE, norms=True)
+
+
 def test_an_update_with_router_replay_needs_routes() -> None:
     rows = make_rows("advantages")
     worker = worker_of(config_of(router_replay="R3"), None, Shards(1))

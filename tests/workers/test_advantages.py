@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mrl.algos.advantages import ADVANTAGES
 from mrl.algos.kl import KL_ESTIMATORS
-from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig
+from mrl.config.algorithm import AlgorithmConfig, KlConfig
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.workers.actor import ActorRolloutRefWorker
@@ -22,7 +22,7 @@ from tests.workers.by_hand import Row, advantages_of, rewards_of
 from tests.workers.stubs import SETUP, UIDS, OfShards, Shards, batch_of, cut, make_place, make_rows
 
 ESTIMATORS = sorted(ADVANTAGES)
-COLUMNS = ("values", "old_log_probs", "ref_log_probs", "rollout_log_probs", "score_norms")
+COLUMNS = ("values", "old_log_probs", "ref_log_probs", "score_norms")
 WHERES = ("none", "reward", "loss", "both")
 KL_COEF = 0.3
 """Of this step; the configuration's own has been steered away from."""
@@ -127,12 +127,6 @@ def check(rows: list[Row], config: AlgorithmConfig, num_shards: int, worker_clas
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantages_are_those_of_the_formulas(name: str, where: str, num_shards: int) -> None:
     check(rows_for(name), config_of(name, where), num_shards)
-
-
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_a_token_baseline_weighs_tokens_as_the_corrected_loss_does(num_shards: int) -> None:
-    correction = CorrectionConfig(level="token", upper=1.4, lower=0.2)
-    check(rows_for("opo"), config_of("optimal_token_baseline", correction=correction), num_shards)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
