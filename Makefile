@@ -45,8 +45,8 @@ PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)
 test: install ## all tests except slow ones and `make lint`'s, two files at a time (JOBS=1: one); SKIP_UNIT=1: not `make unit`'s
 	MRL_SKIP_UNIT=$(SKIP_UNIT) MRL_TEST_BUDGETS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow" --ignore=tests/test_architecture.py
 
-test-slow: install ## the slow tests, two files at a time (JOBS=1: one)
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not on_demand and not sglang" --durations=20
+test-slow: install ## the slow tests, two files at a time (JOBS=1: one); HALF=commit (or 1/2): every second file
+	MRL_SLOW_HALF=$(HALF) $(BIN)/python -m pytest $(PARALLEL) -m "slow and not on_demand and not sglang" --durations=20
 
 test-presets: install ## every preset's twin: the same switches on a small model, compared with a plain run
 	$(BIN)/python -m pytest tests/presets

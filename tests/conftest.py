@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(
             sweep.SweepPart(choice, float(os.environ.get("MRL_SWEEP_MINUTES", "inf"))), "sweep part"
         )
+    if choice := os.environ.get("MRL_SLOW_HALF"):
+        config.pluginmanager.register(sweep.SlowHalf(choice), "half of the slow tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

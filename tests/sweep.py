@@ -1,9 +1,11 @@
 """The sweep: cases marked `on_demand`, which take hours in total. Each CI run takes a twelfth, chosen by its commit.
 
 `MRL_SWEEP_PART=commit` (or 3/12) keeps one part, and `MRL_SWEEP_MINUTES=3` skips the cases that have not started after
-6 minutes. `MRL_SWEEP_RECORD=1` writes the date on which each case last passed to `tests/sweep.json`, which
+3 minutes. `MRL_SWEEP_RECORD=1` writes the date on which each case last passed to `tests/sweep.json`, which
 docs/benchmarks.md shows; a recorded case that fails keeps its record, with the date of the failure. A case without a
 record is run and reported, but its failure fails no part.
+
+`MRL_SLOW_HALF=commit` (or 1/2) keeps every second file of the other slow tests, which share their whole runs.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ def commit() -> str:
     return head.stdout.strip()
 
 
-def chosen_part(choice: str) -> tuple[int, int]:
+def chosen_part(choice: str, num_parts: int = NUM_PARTS) -> tuple[int, int]:
     """Return the number of the part, from 0, and the number of parts."""
     if choice == "commit":
-        return int(commit(), 16) % NUM_PARTS, NUM_PARTS
-    number, _, num_parts = choice.partition("/")
-    return int(number) - 1, int(num_parts)
+        return int(commit(), 16) % num_parts, num_parts
+    number, _, total = choice.partition("/")
+    return int(number) - 1, int(total)
 
 
 def part_of(cases: Sequence[str], number: int, num_parts: int) -> list[str]:
@@ -66,6 +68,25 @@ class SweepPart:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"part {self.number + 1} of {self.num_parts} of the sweep")
+
+
+class SlowHalf:
+    """Deselects every second file of the slow tests that are not in the sweep. All other cases run unchanged."""
+
+    def __init__(self, choice: str) -> None:
+        self.number, self.num_parts = chosen_part(choice, 2)
+
+    @pytest.hookimpl(trylast=True)  # after `-m`
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        slow = [item for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("on_demand")]
+        files = {item.nodeid.partition("::")[0] for item in slow}
+        kept = set(part_of([*files], self.number, self.num_parts))
+        dropped = {item.nodeid for item in slow if item.nodeid.partition("::")[0] not in kept}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in dropped])
+        items[:] = [item for item in items if item.nodeid not in dropped]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.write_line(f"half {self.number + 1} of the slow tests; the other half is in `make test-slow`")
 
 
 class SweepRecord:

@@ -15,10 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_the_workflow_runs_what_ci_runs() -> None:
     lines = re.findall(r"^check(?:_together)? (.*)$", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE)
-    targets = " ".join(lines).replace('"', "").split()
-    assert targets[0] == "install"
+    words = " ".join(lines).replace('"', "").split()
+    assert words[0] == "install"
+    targets = [word for word in words if "=" not in word and not word.startswith("install")]
     job = yaml.safe_load((ROOT / ".github/workflows/ci.yaml").read_text())["jobs"]["make"]
-    assert job["strategy"]["matrix"]["target"] == targets[1:]
+    assert sorted(job["strategy"]["matrix"]["target"]) == sorted(targets)
     assert "make ${{ matrix.target }} </dev/null" in [step.get("run") for step in job["steps"]]
 
 

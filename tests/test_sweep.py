@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import sweep
-from tests.sweep import NUM_PARTS, SweepPart, SweepRecord, part_of
+from tests.sweep import NUM_PARTS, SlowHalf, SweepPart, SweepRecord, part_of
 
 CASES = [f"tests/{file}.py::test[{number}]" for file in "abc" for number in range(13)]
 
@@ -58,3 +58,18 @@ def test_only_a_case_without_a_record_may_fail(tmp_path: Path, monkeypatch: pyte
     assert [item.nodeid for item in items] == ["proven", "new"]
     assert marks["proven"] == []
     assert [mark.name for mark in marks["new"]] == ["xfail"]
+
+
+def test_each_slow_file_is_in_one_half_and_other_tests_are_in_both() -> None:
+    marks = {"a": {"slow"}, "b": {"slow", "on_demand"}, "c": {"slow"}, "d": set(), "e": {"slow"}}
+    config: Any = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    halves = []
+    for choice in ("1/2", "2/2"):
+        items: list[Any] = [
+            SimpleNamespace(nodeid=f"{file}::{name}", get_closest_marker=some.__contains__)
+            for file, some in marks.items()
+            for name in ("first", "second")
+        ]
+        SlowHalf(choice).pytest_collection_modifyitems(config, items)
+        halves.append("".join(item.nodeid[0] for item in items))
+    assert halves == ["aabbddee", "bbccdd"]

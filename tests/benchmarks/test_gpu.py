@@ -71,6 +71,7 @@ def test_a_machine_that_goes_away_leaves_what_was_found(tmp_path: Path) -> None:
     assert rows[-1]["what"] == "all of it"
 
 
+@pytest.mark.slow
 def test_a_part_that_would_not_end_in_time_is_skipped() -> None:
     run = run_replaced("bench.row(what='reached')", "--parts", "parity", "--limit-s", "3")
     assert run.returncode == 0

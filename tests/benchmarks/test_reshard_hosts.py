@@ -17,6 +17,7 @@ from tests.hosts.hosts import hosts, why_not
 RATE = 100
 
 
+@pytest.mark.slow
 def test_ways_over_a_limited_link(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -45,7 +45,9 @@ def assert_ended(context: RunContext, group: RayWorkerGroup, error: WorkerError)
     assert again.value is error
 
 
-IN_NODES = pytest.mark.parametrize("in_nodes", [False, True], ids=["direct", "by node"])
+IN_NODES = pytest.mark.parametrize(
+    "in_nodes", [pytest.param(False, marks=pytest.mark.slow), True], ids=["direct", "by node"]
+)
 
 
 def witness(context: RunContext) -> tuple[WorkerFault, RanksReleased]:
@@ -141,6 +143,7 @@ def test_a_rank_that_follows_ends_its_group_when_it_dies(run_context: RunContext
     assert_ended(run_context, group, caught.value)
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_told_from_those_that_wait_for_it(run_context: RunContext) -> None:
     context = by_node(replace(run_context, deadlines=replace(run_context.deadlines, call_s=10)))
     group = make_rank_workers(context, "critic")

@@ -105,7 +105,7 @@ def named(processes: set[Process], name: str) -> int:
             *("raylet", signal.SIGSTOP, "its raylet (pid {pid}) is stopped by a signal or a debugger"),
             marks=[pytest.mark.slow, pytest.mark.on_demand],
         ),
-        ("gcs_server", signal.SIGKILL, "its gcs_server (pid {pid}) has died"),
+        pytest.param("gcs_server", signal.SIGKILL, "its gcs_server (pid {pid}) has died", marks=pytest.mark.slow),
     ],
 )
 def test_nothing_outlives_a_run(target: str, number: int, said: str) -> None:

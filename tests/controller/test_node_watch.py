@@ -54,14 +54,12 @@ def process_of(node: RayNode, name: str) -> int:
     return pid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "number", "said", "limit_s"),
     [
         ("gcs_server", signal.SIGSTOP, r"the head of the Ray cluster at {} is lost: it has not answered for \d s", 15),
-        pytest.param(
-            *("raylet", signal.SIGKILL, "the Ray of the cluster at {} has ended on this node", 5),
-            marks=pytest.mark.slow,
-        ),
+        ("raylet", signal.SIGKILL, "the Ray of the cluster at {} has ended on this node", 5),
     ],
 )
 def test_the_end_of_a_joined_cluster_is_the_end_of_a_run(

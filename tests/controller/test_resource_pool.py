@@ -111,6 +111,7 @@ def test_an_unsafe_or_impossible_ray_is_refused(
         pass
 
 
+@pytest.mark.slow
 def test_two_nodes_and_the_loss_of_one(tmp_path: Path) -> None:
     """A real Ray cluster of two raylets, joined by address: ranks in node order, and an error for a lost node."""
     ran = subprocess.run(

@@ -35,6 +35,7 @@ def test_processes_of_one_kernel_share_its_clock() -> None:
     assert clock_offset(lambda: None) is None
 
 
+@pytest.mark.slow
 def test_a_group_is_traced_and_a_rank_without_answers_is_named(
     doomed_workers: MakeGroup, run_context: RunContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,7 +126,7 @@ def test_adapters_of_experts_that_are_multiplied_together_equal_peft(tmp_path: P
         assert max(differences.values()) < TOLERANCE, (case, differences)
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_adapters_equal_peft(world_size: int, tmp_path: Path) -> None:
     cases, oracles = [], []
     kept: dict[Path, Oracle] = {}

@@ -118,6 +118,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return Outcome(runs, [rank[1] for rank in ranks], [rank[2] for rank in ranks], directory / "refused")
 
 
+@pytest.mark.slow
 def test_the_same_layout_goes_on_to_the_bit(outcome: Outcome) -> None:
     for _, _, ranks in outcome.runs:
         for expected, resumed in ranks:

@@ -80,6 +80,7 @@ def assert_same_weights(case: Case) -> None:
     assert read_spec(case.target) == replace(read_spec(case.source), num_predicting_layers=0)
 
 
+@pytest.mark.slow
 def test_what_comes_out_is_what_went_in(cases: list[Case]) -> None:
     for case in cases:
         assert_same_weights(case)

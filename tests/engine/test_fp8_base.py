@@ -85,6 +85,7 @@ def _inspect(case: Case) -> dict[str, Any]:
         return found | {"same": same, "away": away, "digest": engine.base_digest(), "planned": weights.parameters}
 
 
+@pytest.mark.slow
 def test_model_in_fp8_equals_one_that_starts_from_its_values(tmp_path: Path) -> None:
     families = {family: torch_dtype(settings.get("dtype", "float32")) for family, _, settings in CASES}
     pairs = {family: make_pair(family, tmp_path, dtype) for family, dtype in families.items()}

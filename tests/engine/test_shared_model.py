@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mrl.config.lora import LoraConfig
 from mrl.config.schema import ParallelConfig as Layout
@@ -110,6 +111,7 @@ def engine_of(
     return engine
 
 
+@pytest.mark.slow
 def test_a_critic_on_the_actors_model_equals_one_on_a_copy(tmp_path: Path) -> None:
     families = {"qwen3": SIZES, "qwen2": {}}
     made = {family: make_tiny(family, tmp_path / family, sizes=sizes) for family, sizes in families.items()}

@@ -191,6 +191,7 @@ def rows_of(ranks: Any, name: str) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([rows[number] for number in sorted(rows)]))
 
 
+@pytest.mark.slow
 def test_each_strategy_continues_adapters_of_the_other_and_peft_reads_them(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -231,6 +232,7 @@ def test_each_strategy_continues_adapters_of_the_other_and_peft_reads_them(tmp_p
         export_merged(saved, other, settings, torch.float32, tmp_path / "never")
 
 
+@pytest.mark.slow
 def test_a_score_head_is_trained_whole_with_the_adapters(tmp_path: Path) -> None:
     case = Case(str(make_tiny("llama", tmp_path / "model", head="score")), "", ALL, head="score")
     by_rank = run_distributed(2, exchange, case, str(tmp_path), timeout_s=LIMIT_S)

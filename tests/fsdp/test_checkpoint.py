@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from mrl.config.fsdp import FsdpConfig
@@ -79,6 +80,7 @@ def exchange(models: dict[str, str], directory: str) -> list[list[Steps]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_each_strategy_is_continued_by_the_other(tmp_path: Path) -> None:
     models = {family: str(make_tiny(family, tmp_path / family)) for family in FAMILIES}
     ranks = run_distributed(2, exchange, models, str(tmp_path), timeout_s=300)

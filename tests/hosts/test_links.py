@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from mrl.events import WorkersStarted, read_events
 from tests.hosts.conftest import TRAINED, write_run
 from tests.hosts.hosts import hosts, ray_on
@@ -39,6 +41,7 @@ def test_addresses_of_a_host_and_the_interfaces_that_carry_them() -> None:
     assert not Path(f"/proc/{first.pid}").exists()
 
 
+@pytest.mark.slow
 def test_pairs_of_hosts_that_do_not_reach_each_other_are_named(tmp_path: Path, model: Path) -> None:
     """Node 2 cannot send to node 3, both reach the head, and gloo would listen on the loopback of node 1."""
     batch = {"prompts_per_step": 3, "samples_per_prompt": 4, "samples_per_update": 12}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 
+import pytest
+
 from mrl.errors import EXIT_STOPPED
 from tests.launch.conftest import ROOT, Place
 
@@ -16,6 +18,7 @@ def test_every_block_is_run_or_says_that_it_needs_a_cluster() -> None:
     assert {kind for kind, _ in BLOCKS} == {"bash test", "bash cluster"}
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page(place: Place) -> None:
     for name in ("configs", "launch"):
         (place.directory / name).symlink_to(ROOT / name)

@@ -72,7 +72,7 @@ def test_the_optimizer_state_is_predicted_to_the_byte(found: list[tuple[Case, li
     assert sum(rank.is_exact for _, ranks in found for rank in ranks) > 5
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_layer_saves_what_is_predicted_to_the_byte(num_ranks: int) -> None:
     """But for what the CPU's layers do otherwise: norms in float32, and attention that copies what it gives."""
     h, q, k, heads, kv_heads = 128, 128, 64, 4, 2

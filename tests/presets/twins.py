@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 MAX_SIZE = 2
 
 
+@cache
 def presets() -> dict[str, AnyConfig]:
     """Return the configuration of each preset by its file name."""
     return {path.stem: load_any_config(str(path)).config for path in sorted(CONFIGS.glob("*.yaml"))}

@@ -47,6 +47,7 @@ def shortened(directory: Path, model: str, num_layers: int) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_stages_of_a_dense_model_need_what_is_planned(tmp_path: Path) -> None:
     model = shortened(tmp_path / "model", "Qwen2.5-7B", 8)
     check(CONFIGS / "grpo-qwen2.5-7b-1n8g.yaml", "actor", (f"model.path={model}",))
@@ -61,7 +62,7 @@ def test_experts_need_what_is_planned(tmp_path: Path) -> None:
     check(CONFIGS / "grpo-qwen3-30b-a3b-2n8g.yaml", "actor", (f"model.path={model}", f"actor.parallel={layout}"))
 
 
-@pytest.mark.parametrize("quantization", ["null", "fp8_per_block"])
+@pytest.mark.parametrize("quantization", [pytest.param("null", marks=pytest.mark.slow), "fp8_per_block"])
 def test_adapters_need_what_is_planned(quantization: str, tmp_path: Path) -> None:
     model = shortened(tmp_path / "model", "Llama-3.1-8B", 2)
     changes = (f"model.path={model}", f"actor.lora.base_quantization={quantization}")
@@ -73,18 +74,21 @@ def test_a_critic_needs_what_is_planned(tmp_path: Path) -> None:
     check(CONFIGS / "ppo-llama3.1-8b-1n8g.yaml", "critic", (f"model.path={model}",))
 
 
+@pytest.mark.slow
 def test_a_frozen_teacher_needs_what_is_planned(tmp_path: Path) -> None:
     model = shortened(tmp_path / "model", "Qwen2.5-72B", 4)
     layout = "teacher.parallel={tp: 2, pp: 2, vpp: 1, sequence_parallel: true}"
     check(CONFIGS / "distill-qwen2.5-7b-from-72b-2n8g.yaml", "teacher", (f"teacher.path={model}", layout))
 
 
+@pytest.mark.slow
 def test_a_sharded_model_needs_what_is_planned(tmp_path: Path) -> None:
     """Also while it is loaded and compared with transformers, and when its rows go to engines."""
     model = shortened(tmp_path / "model", "Qwen2.5-7B", 4)
     check(CONFIGS / "grpo-qwen2.5-7b-fsdp-1n8g.yaml", "actor", (f"model.path={model}",))
 
 
+@pytest.mark.slow
 def test_adapters_of_a_sharded_model_need_what_is_planned(tmp_path: Path) -> None:
     model = shortened(tmp_path / "model", "Qwen2.5-7B", 4)
     changes = (f"model.path={model}", "actor.lora={rank: 32, alpha: 64}")

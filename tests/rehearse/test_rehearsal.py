@@ -111,6 +111,7 @@ def test_a_loss_of_ones_own_is_in_it(capsys: pytest.CaptureFixture[str]) -> None
     assert "with_wrong_shape" in error
 
 
+@pytest.mark.slow
 def test_numbers_for_the_whole_vocabulary_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [SMALL, "algorithm.loss.policy=tests.rehearse.losses:with_logits", "--role", "actor"]
     assert main(["rehearse", *arguments, "--phase", "train actor"]) == 0
