@@ -1,18 +1,24 @@
 """Each algorithm on the demo's task, from the same warmed-up model: sampled accuracy before and after.
 
-    python benchmarks/learning.py [--seed 1] [--steps 60] [--only NAME ...] [--json FILE]
+    python benchmarks/learning.py [--seeds 1] [--steps 60] [--only NAME ...] [--besides FILE] [--json FILE]
 
 The first six algorithms are in `mrl demo`; the others each change one part of its GRPO or PPO. The task is the sum of
 two numbers from 10 to 49. Accuracy is that of answers sampled at temperature 1 to held-out problems. All algorithms use
 the step sizes of PPO in `mrl demo`.
+
+All algorithms with one seed take more than an hour. To split this, `--besides` adds the rows of an earlier run.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -69,40 +75,58 @@ CHANGES: dict[str, tuple[str, list[str]]] = {name: (name, []) for name in ALGORI
 }
 """Name -> the demo's algorithm, and the changes to it."""
 GOAL = SUMS.goals[SUMS.solved]
+MEAN = "mean"
 
 
 def main() -> int:
-    """Train one model with every algorithm."""
+    """Train one model of each seed with every algorithm."""
     options = parser("Each algorithm on the demo's task.")
-    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--seeds", type=int, nargs="+", default=[1])
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--only", nargs="+", choices=CHANGES, default=list(CHANGES), metavar="NAME")
+    options.add_argument("--besides", type=Path, help="results of an earlier run, whose other rows are included")
     arguments = options.parse_args()
-    bench = Benchmark("learning")
+    bench, console = Benchmark("learning"), Console(arguments.steps, quiet=True)
+    measured = {(algorithm, seed) for algorithm in arguments.only for seed in arguments.seeds}
+    for row in json.loads(arguments.besides.read_text())["rows"] if arguments.besides else []:
+        if row["seed"] != MEAN and (row["algorithm"], row["seed"]) not in measured:
+            bench.row(**row)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as workplace:
-        run_directory, console = Path(directory), Console(arguments.steps, quiet=True)
-        first = DemoSettings(run_directory, arguments.seed)
-        workplace.enter_context(ray_cluster(first.cluster))
-        model = warm_model(first, console, {})
-        for algorithm in arguments.only:
-            seconds: dict[str, float] = {}
-            begun_from, overrides = CHANGES[algorithm]
-            (run_directory / algorithm).mkdir()
-            settings = DemoSettings(run_directory / algorithm, arguments.seed, begun_from, steps=arguments.steps)
-            goal = f"{algorithm}: sampled accuracy after {arguments.steps} steps"
-            try:
-                result = learn(settings, model, console, seconds, overrides)
-            except MrlError as error:  # continue with the other algorithms
-                bench.row(algorithm=algorithm, failed=str(error))
-                bench.goal(goal, 0.0, at_least=GOAL)
-                continue
-            if result.after is None:
-                raise SystemExit("stopped")
-            row = {"before": result.before, "after": result.after, "seconds": seconds[begun_from]}
-            print(algorithm, {name: round(value, 3) for name, value in row.items()}, flush=True)
-            bench.row(algorithm=algorithm, **row)
-            bench.goal(goal, result.after, at_least=GOAL)
+        workplace.enter_context(ray_cluster(DemoSettings(Path(directory)).cluster))
+        for seed in arguments.seeds:
+            (seed_directory := Path(directory, str(seed))).mkdir()
+            model = warm_model(DemoSettings(seed_directory, seed), console, {})
+            for algorithm in arguments.only:
+                bench.row(algorithm=algorithm, seed=seed, **trained(algorithm, seed, arguments.steps, model, console))
+                print(bench.rows[-1], flush=True)
+    for algorithm in CHANGES:
+        if ours := [row for row in bench.rows if row["algorithm"] == algorithm]:
+            bench.row(algorithm=algorithm, seed=MEAN, **means(ours))
+            goal = f"{algorithm}: sampled accuracy after {arguments.steps} steps, mean of {len(ours)} seeds"
+            bench.goal(goal, bench.rows[-1]["after"], at_least=GOAL)
     return bench.finish(arguments)
+
+
+def trained(algorithm: str, seed: int, steps: int, model: Path, console: Console) -> dict[str, Any]:
+    """Train a model, and return the accuracies and the time, or why it failed."""
+    seconds: dict[str, float] = {}
+    begun_from, overrides = CHANGES[algorithm]
+    (directory := model.parent / algorithm).mkdir()
+    settings = DemoSettings(directory, seed, begun_from, steps=steps)
+    try:
+        result = learn(settings, model, console, seconds, overrides)
+    except MrlError as error:  # continue with the other algorithms
+        return {"failed": str(error)}
+    if result.after is None:
+        raise SystemExit("stopped")
+    return {"before": result.before, "after": result.after, "seconds": seconds[begun_from]}
+
+
+def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean of each accuracy over the seeds, and the spread of the last one. A failure counts as 0."""
+    before, after = ([row.get(name, 0.0) for row in rows] for name in ("before", "after"))
+    spread = {"spread": statistics.stdev(after)} if len(rows) > 1 else {}
+    return {"before": statistics.fmean(before), "after": statistics.fmean(after)} | spread
 
 
 if __name__ == "__main__":
