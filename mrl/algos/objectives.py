@@ -52,6 +52,8 @@ def actor_objective(
     tokens of these expectations; w corrects them to the trained policy.
     """
     rows, mask_T = tokens.rows, tokens.mask_T
+    if distillation is not None:
+        tokens = replace(tokens, advantages_T=distillation.reward_coef * tokens.advantages_T)
     if distillation is not None and distillation.form == "advantage":
         teacher_T = _column(extra.teacher_log_probs_T, "teacher_log_probs_T", "distillation")
         advantages_T, old_T = tokens.advantages_T, tokens.old_log_probs_T

@@ -176,7 +176,10 @@ class DistillationConfig:
     next-token distributions over the teacher's `top_k` likeliest tokens, with all other tokens as one; `full` is the
     same over the full vocabulary."""
     coef: Amount = 1.0
-    """Coefficient of the teacher's term. Advantages from rewards are added unchanged."""
+    """Coefficient of the teacher's term."""
+    reward_coef: Amount = 1.0
+    """Coefficient of the advantages from rewards. With 0, the policy learns from the teacher alone, and rewards are
+    only measured."""
     estimator: KlEstimator = "k2"
     """Estimator of `sampled`. Its average gradient is that of the reverse KL for `k2`, of the forward KL for `k3`."""
     beta: Proportion = 1.0

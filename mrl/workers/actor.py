@@ -264,7 +264,7 @@ def _means(batch: LossInput, norm: LossNormalizer, distillation: DistillationCon
     if distillation is not None:
         difference_T = log_probs_T.detach() - batch.columns["teacher_log_probs"]
         means_T |= {"teacher_kl": difference_T, "taught_abs": distillation.coef * difference_T.abs()}
-        means_T["advantages_abs"] = batch.columns["advantages"].abs()
+        means_T["advantages_abs"] = distillation.reward_coef * batch.columns["advantages"].abs()
     if batch.scores.teacher_mass_T is not None:
         means_T["teacher_mass"] = batch.scores.teacher_mass_T
     num_tokens = max(norm.num_tokens, 1.0)

@@ -118,3 +118,15 @@ def test_later_updates_weigh_what_the_teacher_said_as_the_policy_loss_weighs_all
     assert float(found.loss) == pytest.approx(float(-(ratios * advantages).mean()), rel=1e-12)
     (slopes,) = torch.autograd.grad(found.loss, moved)
     assert slopes.tolist() == pytest.approx([-0.25 * math.exp(0.1) / 3, 0.25 * math.exp(-0.15) / 3, 0.0], rel=1e-12)
+
+
+def test_without_advantages_from_rewards_the_policy_learns_from_the_teacher_alone() -> None:
+    old, teacher, mask = tensor([-1.0, -2.0]), tensor([-0.5, -1.0]), torch.ones(2, dtype=torch.bool)
+    rows = Rows.of([2])
+    norm = LossNormalizer.of("token-mean", rows, mask)
+    tokens = PolicyTokens(rows, mask, old, old, tensor([4.0, -8.0]))
+    extra = ActorColumns(teacher_log_probs_T=teacher)
+    for share, advantages in ((0.0, [0.5, 1.0]), (0.25, [1.5, -1.0])):
+        config = DistillationConfig(form="advantage", reward_coef=share)
+        found = actor_objective(tokens, LossConfig(), norm, extra, None, config)
+        assert float(found.loss) == pytest.approx(-sum(advantages) / 2, rel=1e-12)

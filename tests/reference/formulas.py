@@ -273,6 +273,8 @@ def policy_loss(
 
 def _advantage(loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: Tensor, row: Row) -> Tensor:
     advantage: Tensor = row.columns["advantages"]
+    if taught:
+        advantage = taught["reward_coef"] * advantage
     if taught and taught["form"] == "advantage":
         old = _old_log_probs(loss, log_probs, row)
         advantage = advantage - taught["coef"] * (old - row.columns["teacher_log_probs"])

@@ -93,7 +93,7 @@ OF_BASELINES: tuple[dict[str, Any], ...] = (
 TAUGHT: dict[str, Any] = {name: levels[0] for name, levels in GROUPS.items()} | {"context": "{prompt} {ground_truth}"}
 OF_TAUGHT: tuple[dict[str, Any], ...] = (
     {"distillation": ("top_k", 0.3), "kl": "loss", "resume": True},
-    {"distillation": ("advantage", 0), "mask": True},
+    {"distillation": ("advantage", 0), "mask": True, "reward_coef": 0.4},
     {"distillation": ("sampled", "k3"), "updates": "1 update", "temperature": 1.0},
     {"distillation": ("full", 1.0), "has_teacher": True},
 )
@@ -220,6 +220,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
         by = {"sampled": {"estimator": of_form}, "advantage": {}}.get(form, {"beta": of_form})
         values["algorithm"]["distillation"] = {"form": form, "coef": 0.3, "top_k": 6, **by}
         values["algorithm"]["distillation"] |= {"context": options.get("context"), "context_tokens": 40}
+        values["algorithm"]["distillation"]["reward_coef"] = options.get("reward_coef", 1.0)
         if not options.get("context"):
             del values["algorithm"]["distillation"]["context_tokens"]
     if options["distillation"] and (options.get("has_teacher") or not options.get("context")):

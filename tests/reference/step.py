@@ -311,7 +311,7 @@ class Reference:
         taught, of_teacher = self.algorithm["distillation"], row.columns["teacher_log_probs"]
         difference = log_probs.detach() - of_teacher
         reports = {"teacher_kl": difference, "taught_abs": taught["coef"] * difference.abs()}
-        reports["advantages_abs"] = row.columns["advantages"].abs()
+        reports["advantages_abs"] = taught["reward_coef"] * row.columns["advantages"].abs()
         if taught["form"] in ("advantage", "sampled"):
             return formulas.kl_estimate(taught["estimator"], log_probs, of_teacher), reports
         with torch.no_grad():

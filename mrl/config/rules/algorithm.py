@@ -232,6 +232,12 @@ def _distillation(config: Config) -> Iterator[Problem]:
     if form == "sampled" and (updates := updates_per_step(config.batch)) > 1:
         what = f"a step has {updates} updates, and each after the first uses tokens drawn from another policy"
         yield problem(f"{key}.form", what, f"{key}.form=advantage, which is clipped, or one update per step")
+    if distillation.reward_coef != 1 and only_teaches(config):
+        what = "there are no advantages from rewards, because only the teacher is configured"
+        yield problem(f"{key}.reward_coef", what, "remove it, or add reward.functions")
+    if distillation.reward_coef == 0 and config.algorithm.kl.where in ("reward", "both"):
+        what = "the KL in the reward is a part of the advantages, which reward_coef=0 leaves out"
+        yield problem("algorithm.kl.where", what, f"algorithm.kl.where=loss, or a larger {key}.reward_coef")
     if config.algorithm.dynamic_sampling is not None and only_teaches(config):
         what = "needs scores, but only the teacher is configured"
         yield problem("algorithm.dynamic_sampling", what, "algorithm.dynamic_sampling=null")
