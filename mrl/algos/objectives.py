@@ -27,6 +27,8 @@ class ActorColumns:
     rollout_weights_T: Tensor | None = None
     teacher_log_probs_T: Tensor | None = None
     divergence_T: Tensor | None = None
+    taught_T: Tensor | None = None
+    """Tokens that have a teacher. None for all."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,18 @@ def actor_objective(
     """L = agg(w * (pg + kl.coef * kl + distillation.coef * d)) - entropy_coef * agg(H), with w the rollout correction.
 
     The KL is included if `kl.where` says so, the divergence d from a teacher if the form of distillation is a loss, and
-    the entropy if its coefficient is not 0. As an advantage, distillation is part of pg. The engine's policy draws the
-    tokens of these expectations; w corrects them to the trained policy.
+    the entropy if its coefficient is not 0. As an advantage, distillation is part of pg. On tokens without a teacher, d
+    is 0. The engine's policy draws the tokens of these expectations; w corrects them to the trained policy.
     """
     rows, mask_T = tokens.rows, tokens.mask_T
+    taught_T = mask_T if extra.taught_T is None else mask_T & extra.taught_T
     if distillation is not None:
         tokens = replace(tokens, advantages_T=distillation.reward_coef * tokens.advantages_T)
     if distillation is not None and distillation.form == "advantage":
         teacher_T = _column(extra.teacher_log_probs_T, "teacher_log_probs_T", "distillation")
         advantages_T, old_T = tokens.advantages_T, tokens.old_log_probs_T
-        taught_T = distilled_advantages(advantages_T, old_T, teacher_T, mask_T, distillation.coef)
-        tokens = replace(tokens, advantages_T=taught_T)
+        advantages_T = distilled_advantages(advantages_T, old_T, teacher_T, taught_T, distillation.coef)
+        tokens = replace(tokens, advantages_T=advantages_T)
     policy = POLICY_LOSSES.resolve(config.policy)(tokens, config, **config.options)
     if config.opsm_delta is not None:
         policy = mask_sequences(policy, tokens, config.opsm_delta)
@@ -70,7 +73,7 @@ def actor_objective(
         terms["kl_loss"] = norm.aggregate(_weighted(kl_T, extra, mask_T), rows, mask_T)
         loss = loss + kl.coef * terms["kl_loss"]
     if distillation is not None and distillation.form != "advantage":
-        distance_T = _weighted(_teacher_distance(distillation, tokens, extra), extra, mask_T)
+        distance_T = _weighted(_teacher_distance(distillation, tokens, extra, taught_T), extra, mask_T)
         terms["distill_loss"] = norm.aggregate(distance_T, rows, mask_T)
         loss = loss + distillation.coef * terms["distill_loss"]
     if config.entropy_coef:
@@ -86,12 +89,14 @@ def _weighted(loss_T: Tensor, extra: ActorColumns, mask_T: Tensor) -> Tensor:
     return loss_T if weights_T is None else loss_T * apply_mask(weights_T, mask_T).detach()
 
 
-def _teacher_distance(config: DistillationConfig, tokens: PolicyTokens, extra: ActorColumns) -> Tensor:
+def _teacher_distance(
+    config: DistillationConfig, tokens: PolicyTokens, extra: ActorColumns, taught_T: Tensor
+) -> Tensor:
     """Return the distance of the policy from the teacher at each token, as an estimate or a divergence."""
     if config.form != "sampled":
-        return _column(extra.divergence_T, "divergence_T", "distillation.coef")
+        return apply_mask(_column(extra.divergence_T, "divergence_T", "distillation.coef"), taught_T)
     teacher_T = _column(extra.teacher_log_probs_T, "teacher_log_probs_T", "distillation.coef").detach()
-    return token_kl(config.estimator, tokens.log_probs_T, teacher_T, tokens.mask_T)
+    return token_kl(config.estimator, tokens.log_probs_T, teacher_T, taught_T)
 
 
 def critic_objective(tokens: ValueTokens, rows: Rows, norm: LossNormalizer, clip: float | None = 0.5) -> Objective:

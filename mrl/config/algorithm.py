@@ -178,8 +178,8 @@ class DistillationConfig:
     coef: Amount = 1.0
     """Coefficient of the teacher's term."""
     reward_coef: Amount = 1.0
-    """Coefficient of the advantages from rewards. With 0, the policy learns from the teacher alone, and rewards are
-    only measured."""
+    """Coefficient of the advantages from rewards. With 0, the policy learns from the teacher alone, and rewards only
+    choose {success} and are measured."""
     estimator: KlEstimator = "k2"
     """Estimator of `sampled`. Its average gradient is that of the reverse KL for `k2`, of the forward KL for `k3`."""
     beta: Proportion = 1.0
@@ -190,10 +190,17 @@ class DistillationConfig:
     """For `top_k`: number of tokens that the teacher returns at each position."""
     context: Characters | None = None
     """Text that the teacher reads in place of the user's last message, with {prompt} for that message and, optionally,
-    {ground_truth}. Without the section `teacher`, the policy is its own teacher, with the weights from before the
+    {ground_truth} and {success}, another sample of the same prompt that scored at least `success_at`. A sample without
+    one has no teacher. Without the section `teacher`, the policy is its own teacher, with the weights from before the
     update. Null shows the teacher the policy's prompt."""
     context_tokens: Count | None = None
-    """Largest number of tokens of the teacher's prompt with `context`. Null uses rollout.max_prompt_tokens."""
+    """Largest number of tokens of the teacher's prompt with `context`. Null uses rollout.max_prompt_tokens, which
+    {success} refuses."""
+    success_at: float | None = None
+    """For {success}: smallest score of a sample that a teacher may read."""
+    success_after: Characters | None = None
+    """For {success}: the teacher reads what follows the last occurrence of this text, such as `</think>`. Null, and a
+    sample without it, show the whole response."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,17 @@ def teaches_itself(config: AnyConfig) -> bool:
     return config.algorithm.distillation.context is not None and not config.teaching_models()
 
 
+def shows_success(algorithm: AlgorithmConfig) -> bool:
+    """Return whether a teacher reads another sample of the prompt. Then a sample may have no teacher."""
+    distillation = algorithm.distillation
+    return distillation is not None and "{success}" in (distillation.context or "")
+
+
+def compares_teacher(algorithm: AlgorithmConfig) -> bool:
+    """Return whether validation compares the policy with a teacher. Without training's groups there is no success."""
+    return algorithm.distillation is not None and not shows_success(algorithm)
+
+
 def longest_teacher_tokens(config: Config) -> int:
     """Return the tokens of the longest sample that a teacher reads."""
     distillation = config.algorithm.distillation

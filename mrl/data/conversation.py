@@ -42,6 +42,9 @@ class PromptEncoder:
         self._options = dict(template_options)
         self._control = control_tokens(tokenizer)
 
+    def has_control_token(self, text: str) -> bool:
+        return self._control.search(text) is not None
+
     def render(self, row: PromptRow) -> str:
         """Return the prompt as the model reads it, up to the start of its answer."""
         for index, message in enumerate((*row.messages, *row.said)):

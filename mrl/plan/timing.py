@@ -18,10 +18,12 @@ from mrl.config.arithmetic import (
     num_engines,
     role_mesh,
     samples_per_step,
+    shows_success,
     teaches_itself,
     updates_per_step,
 )
 from mrl.config.mesh import Mesh
+from mrl.config.role_kinds import kind_of
 from mrl.config.schema import Config, MegatronModelConfig
 from mrl.dtypes import ITEM_BYTES
 from mrl.models.adapters import adapter_flops_per_token, adapter_tensors
@@ -91,8 +93,11 @@ def plan_time(subject: PlanInput, lengths: Lengths) -> TimePlan:
 def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[TimedPhase]:
     config = subject.config
     forward = partial(_work, subject, role, lengths, trains=False)
+    # A success is a response, in the teacher's prompt.
+    read = Lengths(lengths.whole, lengths.response) if shows_success(config.algorithm) else lengths
+    teach = partial(_work, subject, role, read, trains=False)
     if role not in config.trained_roles():
-        yield TimedPhase(scoring_phase(role), forward())
+        yield TimedPhase(scoring_phase(role), teach() if kind_of(role) == "teacher" else forward())
         return
     if role == "critic":
         yield TimedPhase("values", forward())
@@ -101,7 +106,7 @@ def role_phases(subject: PlanInput, role: str, lengths: Lengths) -> Iterator[Tim
     if role == "actor" and has_reference(config):
         yield TimedPhase("reference", forward())
     if role == "actor" and teaches_itself(config):
-        yield TimedPhase("teacher", forward())
+        yield TimedPhase("teacher", teach())
     yield TimedPhase(f"train {role}", _work(subject, role, lengths, trains=True))
 
 

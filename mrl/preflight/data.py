@@ -150,8 +150,9 @@ def _check_context(context: TeacherContext, scored: Mapping[str, Sequence[Prompt
     """Write the prompts that a teacher would read for these rows."""
     for key, prompts in scored.items():
         if prompts:
-            lengths = [len(row) for row in context.prompts(to_batch(prompts)).rows()]
-            yield ok(f"teacher's prompts of {key}", f"{len(lengths)} rows, at most {max(lengths)} tokens")
+            lengths = [len(ids) for ids in context.prompts_of_rows(to_batch(prompts))]
+            of = " without {success}" if context.shows_success else ""
+            yield ok(f"teacher's prompts of {key}", f"{len(lengths)} rows, at most {max(lengths)} tokens{of}")
 
 
 def _check_ends(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mrl.config import step_calls
-from mrl.config.arithmetic import has_own_rollout_pool
+from mrl.config.arithmetic import compares_teacher, has_own_rollout_pool
 from mrl.config.schema import Config
 from mrl.config.step_calls import OPTIONAL_SAMPLE_COLUMNS, SAMPLE_COLUMNS
 from mrl.controller.transport import fetch, store
@@ -149,8 +149,8 @@ class RayPPOTrainer:
         for call in self.calls:
             if call.role == "teacher" and (teachers := self.components.teachers) is not None:
                 with self.clock("teacher"):
-                    batch = batch.union(teachers.columns(call, batch, rows))
-                metrics |= teachers.shares(rows)
+                    columns, figures = teachers.columns(call, batch, rows)
+                    batch, metrics = batch.union(columns), metrics | figures
         if self.critic is not None:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
@@ -177,7 +177,7 @@ class RayPPOTrainer:
         self.components.turns.end()
         for name, reports in updates.items():
             metrics |= mean_of(reports, name)
-        metrics |= step_metrics.distillation_share(metrics)
+        metrics |= step_metrics.distillation_metrics(metrics)
         num_written = int(step_metrics.written_lengths(rows).sum())
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
         if self.config.algorithm.kl.where in ("reward", "both"):
@@ -221,7 +221,8 @@ class RayPPOTrainer:
         with self.clock("validation"), self.components.stream.settled():
             figures = self.components.validator.run(self.num_steps_done, self.components.model_scores)
             answers = self.components.engine_probe.ask(self.num_steps_done)
-        if (teachers := self.components.teachers) is not None:
+        teachers = self.components.teachers
+        if teachers is not None and compares_teacher(self.config.algorithm):
             with self.clock("validation"):
                 samples = self.components.validator.samples
                 values = {"teacher_kl": validated_kl(self.actor, teachers, samples, _FETCH_S)}

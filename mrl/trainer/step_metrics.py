@@ -171,7 +171,14 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
     }
 
 
-def distillation_share(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the teacher's share of the learning signal: |coef (log pi - log nu)| relative to its sum with |A|."""
+def distillation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the teacher's share of the learning signal: |coef (log pi - log nu)| relative to its sum with |A|.
+
+    If only some tokens have a teacher, return also the means over these tokens of what workers average over all.
+    """
     from_teacher, from_rewards = (metrics.get(f"actor/{name}_abs", 0.0) for name in ("taught", "advantages"))
-    return {"actor/taught_share": from_teacher / (from_teacher + from_rewards)} if from_teacher else {}
+    figures = {"actor/taught_share": from_teacher / (from_teacher + from_rewards)} if from_teacher else {}
+    if taught := metrics.get("actor/taught_tokens"):
+        named = [name for name in ("actor/teacher_kl", "actor/teacher_mass") if name in metrics]
+        figures |= {name: metrics[name] / taught for name in named}
+    return figures

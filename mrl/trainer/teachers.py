@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from mrl.config.arithmetic import teaches_itself
 from mrl.config.role_kinds import kind_of, rows_by_teacher
 from mrl.config.schema import Config
 from mrl.config.step_calls import StepCall
 from mrl.data.chat import ChatTokenizer
-from mrl.data.teacher_context import TeacherContext, teacher_context
+from mrl.data.teacher_context import TeacherContext, Untaught, teacher_context
 from mrl.protocol import DataProto
-from mrl.trainer.role_client import RoleClient
+from mrl.protocol.columns import from_rows
+from mrl.trainer.role_client import Metrics, RoleClient
 
 
 class Teachers:
@@ -23,27 +26,48 @@ class Teachers:
     ) -> None:
         self._config, self._clients, self._context = config, clients, context
 
-    def columns(self, call: StepCall, batch: DataProto, rows: DataProto) -> DataProto:
-        """Return the columns that a call writes. `rows` are those of the batch, with their texts."""
+    def columns(self, call: StepCall, batch: DataProto, rows: DataProto) -> tuple[DataProto, Metrics]:
+        """Return the columns that a call writes, and metrics. `rows` are those of the batch, with their texts.
+
+        Rows without a teacher have no values in these columns.
+        """
+        numbers, figures = self._rows(rows), Metrics()
         if self._context is not None:
-            batch = batch.with_column("prompts", self._context.prompts(rows))
+            prompts = self._context.prompts(rows)
+            batch = _as_read(batch, rows, prompts)
+            if self._context.shows_success:
+                figures = _untaught(prompts)
+        if len(self._clients) > 1:
+            figures |= {f"{role}/share": len(numbers.get(role, ())) / len(rows) for role in self._clients}
         parts = [
             self._clients[role].score(call.method, batch.take(of_role)).select(*call.writes)
-            for role, of_role in self._rows(rows).items()
+            for role, of_role in numbers.items()
         ]
-        return DataProto.concat(parts)
-
-    def shares(self, rows: DataProto) -> dict[str, float]:
-        """Return the share of the samples that each of several teachers read."""
-        if len(self._clients) == 1:
-            return {}
-        numbers = self._rows(rows)
-        return {f"{role}/share": len(numbers.get(role, ())) / len(rows) for role in self._clients}
+        return DataProto.concat(parts), figures
 
     def _rows(self, rows: DataProto) -> dict[str, list[int]]:
         if teaches_itself(self._config):
             return {"actor": list(range(len(rows)))}
         return rows_by_teacher(self._config, list(rows["data_source"]))
+
+
+def _as_read(batch: DataProto, rows: DataProto, prompts: Sequence[list[int] | Untaught]) -> DataProto:
+    """Return the batch with the teacher's prompts. Rows without one are a single token, with no response to score."""
+    if not any(isinstance(prompt, Untaught) for prompt in prompts):
+        return batch.with_column("prompts", from_rows([torch.tensor(ids, dtype=torch.int32) for ids in prompts]))
+    read, answers = [], []
+    for prompt, own, response in zip(prompts, rows["prompts"].rows(), rows["responses"].rows(), strict=True):
+        is_taught = not isinstance(prompt, Untaught)
+        read.append(torch.tensor(prompt, dtype=torch.int32) if is_taught else own[:1])
+        answers.append(response if is_taught else response[:0])
+    return batch.with_column("prompts", from_rows(read)).with_column("responses", from_rows(answers))
+
+
+def _untaught(prompts: Sequence[list[int] | Untaught]) -> Metrics:
+    """Return the share of the samples without a teacher, and their numbers by reason."""
+    numbers = {reason: float(sum(prompt is reason for prompt in prompts)) for reason in Untaught}
+    by_reason = {f"teacher/untaught/{reason.value}": number for reason, number in numbers.items()}
+    return {"teacher/untaught_share": sum(numbers.values()) / len(prompts), **by_reason}
 
 
 def teachers_of(config: Config, roles: Mapping[str, Any], tokenizer: ChatTokenizer) -> Teachers | None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from mrl.config import step_calls
+from mrl.config.arithmetic import compares_teacher
 from mrl.config.reward import label_of
 from mrl.config.rules.reward import is_measured
 from mrl.config.rules.validation import validation_figures
@@ -69,7 +70,7 @@ class Validator:
         answers: dict[str, dict[str, Answers]] = defaultdict(lambda: defaultdict(list))
         columns: dict[str, list[Any]] = defaultdict(list)
         scored, whole = [part.batch for part in sampled], [models.add(part).batch for part in sampled]
-        self.samples = scored if self._config.algorithm.distillation is not None else []
+        self.samples = scored if compares_teacher(self._config.algorithm) else []
         for batch in scored:
             rows = zip(batch["data_source"], batch["uid"], batch["answer"], batch["scores"].tolist(), strict=True)
             for source, uid, answer, score in rows:
@@ -235,7 +236,7 @@ def validated_kl(actor: RoleClient, teachers: Teachers, samples: Sequence[DataPr
         rows = trained_rows(part)
         batch = rows.select(*(name for name in ("prompts", "responses", "response_mask") if name in rows.columns()))
         batch = actor.score(step_calls.LOG_PROB.method, batch)
-        batch = batch.union(teachers.columns(step_calls.TEACHER_LOG_PROB, batch, rows))
+        batch = batch.union(teachers.columns(step_calls.TEACHER_LOG_PROB, batch, rows)[0])
         columns = fetch(batch, timeout_s)
         difference_T = columns.values("old_log_probs").double() - columns.values("teacher_log_probs").double()
         has_mask = "response_mask" in columns.columns()

@@ -23,9 +23,10 @@ from mrl.algos.rollout_correction import (
     mismatch_metrics,
     staleness_metrics,
 )
-from mrl.algos.rows import Rows
+from mrl.algos.rows import Rows, apply_mask
 from mrl.config import step_calls
 from mrl.config.algorithm import CHOOSING_LOSSES, AlgorithmConfig, DistillationConfig
+from mrl.config.arithmetic import shows_success
 from mrl.config.peft_settings import TENSORS_FILE
 from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.dtypes import torch_dtype
@@ -45,7 +46,7 @@ from mrl.weight_sync.resharder import Resharder, ReshardReport, WeightSyncSpec
 from mrl.weight_sync.row_planner import planner_of
 from mrl.weight_sync.vllm_adapters import adapter_directory, adapters_digest
 from mrl.workers.advantages import shard_advantages
-from mrl.workers.frozen import ScoresAsTeacher
+from mrl.workers.frozen import ScoresAsTeacher, teacher_values
 from mrl.workers.messages import MicroBatchSizes, ModelSetup, UpdateReport, WholeBatch
 from mrl.workers.model_worker import (
     as_reference,
@@ -135,7 +136,8 @@ class ActorRolloutRefWorker(ScoresAsTeacher):
         if self.setup.replays_routes and "routes" not in batch.columns():
             raise BatchError("router replay needs the column `routes`, which nothing has written")
         names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "staleness")
-        columns = optional_values(batch, *names, *step_calls.TEACHER_COLUMNS)
+        columns = optional_values(batch, *names)
+        columns |= teacher_values(batch, only_some=shows_success(self._algorithm))
         loss = self._algorithm.loss
         if loss.policy in CHOOSING_LOSSES:
             columns["selected"] = self._selected(batch, columns)
@@ -247,6 +249,7 @@ def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput)
         weights_T,
         columns.get("teacher_log_probs"),
         batch.scores.divergence_T,
+        columns.get("taught"),
     )
     tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, columns["advantages"], columns.get("selected"))
     objective = actor_objective(tokens, config.loss, norm, extra, config.kl, config.distillation)
@@ -262,11 +265,14 @@ def _means(batch: LossInput, norm: LossNormalizer, distillation: DistillationCon
     if "rollout_log_probs" in batch.columns:
         means_T["rollout_diff"] = (log_probs_T.detach() - batch.columns["rollout_log_probs"]).abs()
     if distillation is not None:
-        difference_T = log_probs_T.detach() - batch.columns["teacher_log_probs"]
+        taught_T = batch.columns.get("taught", mask_T)
+        difference_T = apply_mask(log_probs_T.detach() - batch.columns["teacher_log_probs"], taught_T)
         means_T |= {"teacher_kl": difference_T, "taught_abs": distillation.coef * difference_T.abs()}
         means_T["advantages_abs"] = distillation.reward_coef * batch.columns["advantages"].abs()
-    if batch.scores.teacher_mass_T is not None:
-        means_T["teacher_mass"] = batch.scores.teacher_mass_T
+        if "taught" in batch.columns:
+            means_T["taught_tokens"] = taught_T.to(difference_T.dtype)
+        if batch.scores.teacher_mass_T is not None:
+            means_T["teacher_mass"] = apply_mask(batch.scores.teacher_mass_T, taught_T)
     num_tokens = max(norm.num_tokens, 1.0)
     means = {name: torch.where(mask_T, value_T, 0.0).sum() / num_tokens for name, value_T in means_T.items()}
     return means | {"tokens": mask_T.sum()}

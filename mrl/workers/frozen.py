@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mrl.config import step_calls
@@ -10,7 +12,14 @@ from mrl.engine.scores import ScoreRequest
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
 from mrl.workers.messages import MicroBatchSizes, ModelSetup
-from mrl.workers.model_worker import ModelWorker, last_tokens, response_column, score_column, token_rows
+from mrl.workers.model_worker import (
+    ModelWorker,
+    last_tokens,
+    optional_values,
+    response_column,
+    score_column,
+    token_rows,
+)
 
 
 class ReferenceWorker(ModelWorker):
@@ -71,6 +80,24 @@ class TeacherWorker(ScoresAsTeacher):
     def compute_teacher_hidden(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
         """Compute also the hidden states, from which all log-probs follow."""
         return self._taught(batch, sizes, hidden=True)
+
+
+def teacher_values(batch: DataProto, *, only_some: bool) -> dict[str, Tensor]:
+    """Return the teacher's columns of these rows, if they have any.
+
+    If only some rows have a teacher, the column `taught` marks their tokens. All others get values that mean nothing:
+    zeros, and distinct token ids, so that divergences stay finite.
+    """
+    columns = optional_values(batch, *step_calls.TEACHER_COLUMNS)
+    if not only_some or not columns:
+        return columns
+    taught_T = torch.from_numpy(np.repeat(batch.lengths("teacher_log_probs") > 0, batch.lengths("responses")))
+    whole = {name: values.new_zeros(len(taught_T), *values.shape[1:]) for name, values in columns.items()}
+    for name, values in columns.items():
+        if name == "teacher_top_ids":
+            whole[name][:] = torch.arange(values.shape[1])
+        whole[name][taught_T] = values
+    return whole | {"taught": taught_T}
 
 
 class RewardModelWorker(ModelWorker):

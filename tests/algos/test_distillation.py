@@ -120,6 +120,28 @@ def test_later_updates_weigh_what_the_teacher_said_as_the_policy_loss_weighs_all
     assert slopes.tolist() == pytest.approx([-0.25 * math.exp(0.1) / 3, 0.25 * math.exp(-0.15) / 3, 0.0], rel=1e-12)
 
 
+@pytest.mark.parametrize("form", ["advantage", "sampled", "top_k"])
+def test_tokens_without_a_teacher_learn_from_rewards_alone(form: Any) -> None:
+    old, mask, taught = tensor([-1.0, -1.5, -2.0]), torch.ones(3, dtype=torch.bool), torch.tensor([True, False, False])
+    rows = Rows.of([1, 2])
+    norm, config = LossNormalizer.of("token-mean", rows, mask), DistillationConfig(form=form, estimator="k3", coef=0.5)
+
+    def slopes(teacher: Tensor, divergence_T: Tensor, of: DistillationConfig | None, is_taught: Any) -> list[float]:
+        moved = old.clone().requires_grad_()
+        tokens = PolicyTokens(rows, mask, moved, old, tensor([0.3, -0.4, 0.7]))
+        extra = ActorColumns(teacher_log_probs_T=teacher, divergence_T=divergence_T * moved, taught_T=is_taught)
+        (found,) = torch.autograd.grad(actor_objective(tokens, LossConfig(), norm, extra, None, of).loss, moved)
+        numbers: list[float] = found.tolist()
+        return numbers
+
+    some = slopes(tensor([-0.2, torch.nan, 400.0]), tensor([2.0, 3.0, 4.0]), config, taught)
+    everywhere = slopes(tensor([-0.2, -0.3, -0.4]), tensor([2.0, 3.0, 4.0]), config, None)
+    nowhere = slopes(tensor([0.0, 0.0, 0.0]), tensor([0.0, 0.0, 0.0]), None, None)
+    assert some[0] == everywhere[0] != nowhere[0]
+    assert some[1:] == nowhere[1:]
+    assert everywhere[1] != nowhere[1]
+
+
 def test_without_advantages_from_rewards_the_policy_learns_from_the_teacher_alone() -> None:
     old, teacher, mask = tensor([-1.0, -2.0]), tensor([-0.5, -1.0]), torch.ones(2, dtype=torch.bool)
     rows = Rows.of([2])

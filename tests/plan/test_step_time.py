@@ -243,3 +243,13 @@ def test_a_policy_that_teaches_itself_makes_one_more_pass() -> None:
     of = subject(**taught)
     assert phase(of, "teacher").parts == phase(of, "old log-probs").parts
     assert "teacher" not in {each.name for each in plan_time(subject(), LENGTHS).phases}
+
+
+def test_a_teacher_that_reads_a_success_reads_another_response() -> None:
+    own = {"form": "top_k", "context": "Answer {prompt} {success}", "success_at": 1.0, "context_tokens": 1000}
+    of = subject(**{f"algorithm__distillation__{name}": value for name, value in own.items()})
+    longer = Lengths(LENGTHS.whole, LENGTHS.response)
+    (teacher,) = (phase for phase in plan_time(of, LENGTHS).phases if phase.name == "teacher")
+    (scoring,) = (phase for phase in plan_time(of, longer).phases if phase.name == "old log-probs")
+    assert teacher.parts == scoring.parts
+    assert teacher.seconds > phase(of, "old log-probs").seconds

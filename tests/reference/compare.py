@@ -92,6 +92,7 @@ def row_of(record: Mapping[str, Any]) -> Row:
         score=record["scores"][0],
         written=torch.tensor(written, dtype=torch.bool),
         text=record["prompt_text"],
+        said=record["response_text"],
         truth=record["ground_truth"],
     )
 
@@ -163,7 +164,7 @@ def _by_row(column: Mapping[Any, list[float]]) -> dict[int, list[float]]:
 def _written(values: list[float], mask: list[bool] | None) -> list[float]:
     return (
         values
-        if mask is None
+        if mask is None or not values  # a row without a teacher has none
         else [value if is_written else 0.0 for value, is_written in zip(values, mask, strict=True)]
     )
 

@@ -33,6 +33,8 @@ class Row:
     columns: dict[str, Tensor] = field(default_factory=dict)  # one value per written token
     rewards: Sequence[tuple[float, float]] = ()  # weight and score of each reward function
     text: str = ""  # the prompt, as the policy reads it
+    said: str = ""  # the response without its end
+    success: str | None = ""  # a response that the teacher reads; None if there is no teacher
     truth: str = ""
     selected: Tensor | None = None  # written tokens that clip_cov or kl_cov treats differently
 
@@ -275,7 +277,7 @@ def _advantage(loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: T
     advantage: Tensor = row.columns["advantages"]
     if taught:
         advantage = taught["reward_coef"] * advantage
-    if taught and taught["form"] == "advantage":
+    if taught and taught["form"] == "advantage" and row.success is not None:
         old = _old_log_probs(loss, log_probs, row)
         advantage = advantage - taught["coef"] * (old - row.columns["teacher_log_probs"])
     return advantage

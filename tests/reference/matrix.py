@@ -98,12 +98,21 @@ OF_TAUGHT: tuple[dict[str, Any], ...] = (
     {"distillation": ("full", 1.0), "has_teacher": True},
 )
 """A teacher, here the policy itself, that reads the answer."""
+SHOWN: dict[str, Any] = TAUGHT | {"context": "{prompt} {success}", "success_at": 0.5, "advantage": "dr_grpo"}
+OF_SHOWN: tuple[dict[str, Any], ...] = (
+    {"distillation": ("top_k", 0.3), "resume": True, "success_after": "b"},
+    {"distillation": ("advantage", 0), "mask": True, "reward_coef": 0.4, "sampling": "overlong"},
+    {"distillation": ("sampled", "k3"), "updates": "1 update", "reward_coef": 0.0},
+    {"distillation": ("full", 1.0), "has_teacher": True, "sampling": "failures", "kl": "loss"},
+)
+"""A teacher that reads another sample, if it is a success and short enough."""
 SCHEDULES = {
     "constant": {},
     "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},
     "cosine": {"decay": "cosine", "decay_steps": 4},
 }
 PROMPTS, SAMPLES, MAX_LENGTH = 4, 3, 8
+SHOWN_TOKENS = 17  # some successes are longer
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -220,7 +229,11 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
         by = {"sampled": {"estimator": of_form}, "advantage": {}}.get(form, {"beta": of_form})
         values["algorithm"]["distillation"] = {"form": form, "coef": 0.3, "top_k": 6, **by}
         values["algorithm"]["distillation"] |= {"context": options.get("context"), "context_tokens": 40}
-        values["algorithm"]["distillation"]["reward_coef"] = options.get("reward_coef", 1.0)
+        values["algorithm"]["distillation"] |= {
+            name: options[name] for name in ("success_at", "success_after", "reward_coef") if name in options
+        }
+        if "success_at" in options:
+            values["algorithm"]["distillation"]["context_tokens"] = SHOWN_TOKENS
         if not options.get("context"):
             del values["algorithm"]["distillation"]["context_tokens"]
     if options["distillation"] and (options.get("has_teacher") or not options.get("context")):
@@ -258,6 +271,7 @@ def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
     combinations += [("groups", options) for options in pairwise(GROUPS)]
     combinations += [("pairs", PAIRS | changes) for changes in OF_PAIRS]
     combinations += [("taught", TAUGHT | changes) for changes in OF_TAUGHT]
+    combinations += [("shown", SHOWN | changes) for changes in OF_SHOWN]
     combinations += [("baselines", BASELINES | changes) for changes in OF_BASELINES]
     parts: dict[str, tuple[int, list[LocalCase]]] = {}
     for ranks in (1, 2):

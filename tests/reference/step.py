@@ -134,6 +134,8 @@ class Reference:
         if self.algorithm["distillation"] is not None:
             if self.config["teacher"] is None:
                 self.teacher = copy.deepcopy(self.actor)  # the policy from before the updates
+            if self.shows_success:
+                figures |= self.choose_successes(rows)
             add_column(rows, "teacher_log_probs", self.taught_log_probs)
         if self.critic is not None:
             add_column(rows, "values", lambda row: token_values(self.critic, row))
@@ -156,10 +158,14 @@ class Reference:
             taught, own = (
                 np.mean([update[f"{x}_abs"] for update in updates["actor"]]) for x in ("taught", "advantages")
             )
-            figures["actor/taught_share"] = float(taught / (taught + own))
+            if taught:
+                figures["actor/taught_share"] = float(taught / (taught + own))
         for role, of_role in updates.items():
             names = [name for name in of_role[0] if name != "row_ids"]
             figures |= {f"{role}/{name}": float(np.mean([update[name] for update in of_role])) for name in names}
+            for name in ("actor/teacher_kl", "actor/teacher_mass") if figures.get("actor/taught_tokens") else ():
+                if name in figures:
+                    figures[name] /= figures["actor/taught_tokens"]
             figures[f"{role}/skipped"] = 0.0
         if kl["where"] in ("reward", "both"):
             figures["reward/kl_coef"] = self.kl_coef
@@ -169,7 +175,13 @@ class Reference:
         return {
             "row_ids": [row.row_id for row in rows],
             "scores": {row.row_id: [row.score] for row in rows},
-            "columns": {name: {row.row_id: row.spread(name) for row in rows} for name in rows[0].columns},
+            "columns": {
+                name: {
+                    row.row_id: [] if name == "teacher_log_probs" and row.success is None else row.spread(name)
+                    for row in rows
+                }
+                for name in rows[0].columns
+            },
             "updates": updates,
             "kl_coef": self.kl_coef,
             "metrics": figures | self.batch_figures(rows),
@@ -243,7 +255,33 @@ class Reference:
         of_places: Tensor = (logits / self.config["rollout"]["temperature"]).log_softmax(-1)[row.written]
         return of_places
 
+    @property
+    def shows_success(self) -> bool:
+        return "{success}" in (self.algorithm["distillation"]["context"] or "")
+
+    def choose_successes(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Give each row the first other response to its prompt with enough score, or none. Return metrics."""
+        taught, lost = self.algorithm["distillation"], Counter[str]()
+        for row in rows:
+            of_others = [
+                other.said
+                for other in rows
+                if other.uid == row.uid and other.row_id != row.row_id and other.score >= taught["success_at"]
+            ]
+            if not of_others:
+                row.success, reason = None, "no_success"
+            else:
+                row.success, reason = of_others[0].split(taught["success_after"] or "\0")[-1], ""
+                if len(self.as_taught(row).prompt) > taught["context_tokens"]:
+                    row.success, reason = None, "too_long"
+            lost[reason] += 1
+        reasons = ("no_success", "control_token", "too_long")
+        figures = {f"teacher/untaught/{reason}": float(lost[reason]) for reason in reasons}
+        return figures | {"teacher/untaught_share": 1 - lost[""] / len(rows)}
+
     def taught_log_probs(self, row: Row) -> Tensor:
+        if row.success is None:
+            return torch.zeros(row.num_written, dtype=torch.float64)
         return self.log_probs(self.teacher, self.as_taught(row))[0]
 
     def as_taught(self, row: Row) -> Row:
@@ -251,8 +289,12 @@ class Reference:
         context = self.algorithm["distillation"]["context"]
         if context is None:
             return row
-        text = context.replace("{prompt}", "\\g<0>").replace("{ground_truth}", row.truth)
-        prompt = re.sub(r"\d+\+\d+=", text, row.text)
+        (question,) = re.findall(r"\d+\+\d+=", row.text)
+        before, after = context.split("{prompt}")
+        of_row = {"{ground_truth}": row.truth, "{success}": row.success or ""}
+        for name, value in of_row.items():
+            before, after = before.replace(name, value), after.replace(name, value)
+        prompt = row.text.replace(question, before + question + after)
         assert prompt != row.text, f"no sum in {row.text}"
         return dataclasses.replace(row, prompt=self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
@@ -309,9 +351,15 @@ class Reference:
     def divergence(self, row: Row, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the policy's divergence from the teacher at each token, in the form of distillation, and metrics."""
         taught, of_teacher = self.algorithm["distillation"], row.columns["teacher_log_probs"]
-        difference = log_probs.detach() - of_teacher
+        is_taught = torch.full(log_probs.shape, float(row.success is not None), dtype=torch.float64)
+        difference = is_taught * (log_probs.detach() - of_teacher)
         reports = {"teacher_kl": difference, "taught_abs": taught["coef"] * difference.abs()}
         reports["advantages_abs"] = taught["reward_coef"] * row.columns["advantages"].abs()
+        if self.shows_success:
+            reports["taught_tokens"] = is_taught
+        if row.success is None:
+            is_divergence = taught["form"] in ("top_k", "full")
+            return is_taught, reports | ({"teacher_mass": is_taught} if is_divergence else {})
         if taught["form"] in ("advantage", "sampled"):
             return formulas.kl_estimate(taught["estimator"], log_probs, of_teacher), reports
         with torch.no_grad():

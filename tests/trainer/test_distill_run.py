@@ -141,3 +141,21 @@ def test_a_policy_that_teaches_itself_comes_near_to_what_it_says_with_the_answer
     shutil.copytree(directory / "own", again)
     shutil.rmtree(again / "checkpoints" / "step-000008")
     assert train(directory, "own-again", *own) == lines
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_a_policy_learns_from_what_it_says_after_its_own_successes(directory: Path) -> None:
+    own = ["teacher=null", "placement.roles.teacher=null", f"model.path={directory}/teacher/model"]
+    context = "{form: top_k, top_k: 8, reward_coef: 0, success_at: 1, context: 'It is {success}. {prompt}'}"
+    own += [f"algorithm={{advantage: grpo, distillation: {context}}}", "algorithm.distillation.context_tokens=32"]
+    own += ["reward.functions={digits: {name: digits}}", "training={steps: 3, save_every: 3}"]
+    own += ["batch={prompts_per_step: 16, samples_per_prompt: 8, samples_per_update: 64}"]
+    lines = train(directory, "successes", *own, "validation={every: 0, best_metric: null, best_mode: max}")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        reasons = [line[f"teacher/untaught/{reason}"] for reason in ("no_success", "too_long", "control_token")]
+        assert line["teacher/untaught_share"] == sum(reasons) / 128
+        assert 0.0 < line["actor/taught_tokens"] < 1.0
+        assert line["actor/taught_share"] == 1.0, "nothing is learned from the rewards"
+        assert line["actor/grad_norm"] > 0.0

@@ -18,13 +18,14 @@ from mrl.config.role_kinds import teacher_of
 from mrl.config.schema import Config, ModelConfig, TeacherConfig
 from mrl.config.step_calls import TEACHER_LOG_PROB
 from mrl.data.chat import load_tokenizer
+from mrl.data.teacher_context import Untaught
 from mrl.demo.model import save_toy_tokenizer
 from mrl.errors import DataError, ModelError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.trainer.checks import check_teachers
 from mrl.trainer.components import model_setup, role_worker
-from mrl.trainer.step_metrics import distillation_share
+from mrl.trainer.step_metrics import distillation_metrics
 from mrl.trainer.teachers import Teachers
 from mrl.trainer.validation import validated_kl
 
@@ -97,8 +98,14 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_share_of_what_is_earned() -> None:
-    assert distillation_share({"actor/taught_abs": 1.0, "actor/advantages_abs": 3.0}) == {"actor/taught_share": 0.25}
-    assert distillation_share({"actor/loss": 1.0}) == {}
+    assert distillation_metrics({"actor/taught_abs": 1.0, "actor/advantages_abs": 3.0}) == {"actor/taught_share": 0.25}
+    assert distillation_metrics({"actor/loss": 1.0}) == {}
+
+
+def test_means_of_a_teacher_are_over_the_tokens_that_have_one() -> None:
+    means = {"actor/teacher_kl": 0.3, "actor/teacher_mass": 0.2, "actor/taught_tokens": 0.25, "actor/loss": 1.0}
+    assert distillation_metrics(means) == pytest.approx({"actor/teacher_kl": 1.2, "actor/teacher_mass": 0.8})
+    assert distillation_metrics(means | {"actor/taught_tokens": 0.0}) == {}
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
@@ -137,8 +144,8 @@ BY_SOURCE: dict[str, Any] = {
 
 def test_each_row_is_read_by_the_teacher_of_its_data_source() -> None:
     sources = ["math/algebra", "code", "web", "gsm8k", "web"]
-    columns = {"responses": from_rows([[i, i] for i in range(5)]), "data_source": np.array(sources, object)}
-    rows = DataProto.from_dict(columns, row_ids=np.array([9, 7, 5, 3, 1]))
+    of_rows = {"responses": from_rows([[i, i] for i in range(5)]), "data_source": np.array(sources, object)}
+    rows = DataProto.from_dict(of_rows, row_ids=np.array([9, 7, 5, 3, 1]))
     batch = rows.select("responses")
     asked: dict[str, list[int]] = {}
 
@@ -156,10 +163,11 @@ def test_each_row_is_read_by_the_teacher_of_its_data_source() -> None:
         "teachers.code": client("code", -3),
     }
     teachers = Teachers(replace(load_config(str(LAPTOP)).config, **BY_SOURCE), clients)
-    taught = batch.union(teachers.columns(TEACHER_LOG_PROB, batch, rows))
+    columns, figures = teachers.columns(TEACHER_LOG_PROB, batch, rows)
+    taught = batch.union(columns)
     assert taught.values("teacher_log_probs").tolist() == [-2, -2, -3, -3, -1, -1, -2, -2, -1, -1]
     assert asked == {"teacher": [5, 1], "math": [9, 3], "code": [7]}
-    assert teachers.shares(rows) == {"teacher/share": 0.4, "teachers.math/share": 0.4, "teachers.code/share": 0.2}
+    assert figures == {"teacher/share": 0.4, "teachers.math/share": 0.4, "teachers.code/share": 0.2}
     asked.clear()
     teachers.columns(TEACHER_LOG_PROB, batch.take([1]), rows.take([1]))
     assert asked == {"code": [7]}, "the others have no row of this batch"
@@ -198,11 +206,41 @@ def test_a_policy_that_teaches_itself_scores_its_samples_after_the_teachers_prom
         return batch.with_column("teacher_log_probs", from_rows([[-1.0], [-2.0]]))
 
     context: Any = SimpleNamespace(
-        prompts=lambda of: from_rows([[10, source == "code"] for source in of["data_source"]])
+        prompts=lambda of: [[10, int(source == "code")] for source in of["data_source"]], shows_success=False
     )
     actor: Any = SimpleNamespace(score=score)
     teachers = Teachers(config, {"actor": actor}, context)
-    found = teachers.columns(TEACHER_LOG_PROB, rows.select("prompts"), rows)
+    found, figures = teachers.columns(TEACHER_LOG_PROB, rows.select("prompts"), rows)
     assert list(found.columns()) == ["teacher_log_probs"]
     assert asked == [("compute_teacher_log_prob", [[10, 0], [10, 1]])]
-    assert teachers.shares(rows) == {}
+    assert figures == {}
+
+
+def test_samples_without_a_success_are_counted_and_sent_without_a_response() -> None:
+    own = "{form: advantage, context: '{prompt} {success}', context_tokens: 900, success_at: 1}"
+    config = load_config(
+        "configs/laptop-grpo.yaml", [f"algorithm.distillation={own}", "actor.max_tokens_per_device=2048"]
+    ).config
+    columns = {"prompts": from_rows([[1, 2], [3, 4], [5, 6]]), "responses": from_rows([[7], [8, 9], [10]])}
+    rows = DataProto.from_dict(columns | {"data_source": np.array(["sums"] * 3, object)}, row_ids=np.array([9, 7, 5]))
+    asked = {}
+
+    def score(method: str, batch: DataProto) -> DataProto:
+        for name in ("prompts", "responses"):
+            asked[name] = [row.tolist() for row in batch[name].rows()]
+        return batch.with_column("teacher_log_probs", from_rows([[], [-1.0, -2.0], []]))
+
+    prompts = [Untaught.NO_SUCCESS, [30, 40, 50], Untaught.TOO_LONG]
+    context: Any = SimpleNamespace(prompts=lambda of: prompts, shows_success=True)
+    actor: Any = SimpleNamespace(score=score)
+    found, figures = Teachers(config, {"actor": actor}, context).columns(TEACHER_LOG_PROB, rows, rows)
+    assert asked == {"prompts": [[1], [30, 40, 50], [5]], "responses": [[], [8, 9], []]}
+    assert found.lengths("teacher_log_probs").tolist() == [0, 2, 0]
+    assert figures == pytest.approx(
+        {
+            "teacher/untaught_share": 2 / 3,
+            "teacher/untaught/no_success": 1,
+            "teacher/untaught/control_token": 0,
+            "teacher/untaught/too_long": 1,
+        }
+    )

@@ -12,7 +12,14 @@ from mrl.config.algorithm import (
     CorrectionConfig,
     DistillationConfig,
 )
-from mrl.config.arithmetic import corrects_engines, samples_per_step, teaches_itself, updates_per_step
+from mrl.config.arithmetic import (
+    corrects_engines,
+    longest_sample_tokens,
+    samples_per_step,
+    shows_success,
+    teaches_itself,
+    updates_per_step,
+)
 from mrl.config.rules.problems import problem
 from mrl.config.schema import Config
 from mrl.errors import Problem
@@ -218,6 +225,7 @@ def _distillation(config: Config) -> Iterator[Problem]:
         return
     form, estimator = distillation.form, distillation.estimator
     yield from _context(config, distillation)
+    yield from _success(config, distillation)
     yield from _several_teachers(config)
     if form in ("advantage", "sampled") and (rollout.top_p < 1 or rollout.top_k):
         what = f"{form} averages over tokens drawn from the policy; top_p and top_k draw from another distribution"
@@ -263,6 +271,29 @@ def _context(config: Config, distillation: DistillationConfig) -> Iterator[Probl
     if teaches_itself(config) and distillation.form == "full":
         what = "the policy's output matrix changes in the update, so it is no fixed teacher"
         yield problem(f"{_DISTILLATION}.form", what, f"{_DISTILLATION}.form=top_k")
+
+
+def _success(config: Config, distillation: DistillationConfig) -> Iterator[Problem]:
+    """Yield what keeps a teacher from reading another sample of the prompt."""
+    key = f"{_DISTILLATION}.context"
+    if not shows_success(config.algorithm):
+        for name in ("success_at", "success_after"):
+            if getattr(distillation, name) is not None:
+                what = f"{key} has no {{success}}, so no sample is chosen"
+                yield problem(f"{_DISTILLATION}.{name}", what, f"write {{success}} in {key}, or remove {name}")
+        return
+    if only_teaches(config):
+        what = "{success} is a sample with a score, but only the teacher is configured"
+        yield problem(key, what, "add reward.functions, or a context without {success}")
+    if config.batch.samples_per_prompt == 1:
+        what = "{success} is another sample of the same prompt, but there is only one"
+        yield problem(key, what, "batch.samples_per_prompt=8")
+    if distillation.success_at is None:
+        of_success = f"{_DISTILLATION}.success_at"
+        yield problem(of_success, "{success} needs the score from which a sample is one", f"{of_success}=1")
+    if distillation.context_tokens is None:
+        what = "null is the length of the longest prompt and leaves no room for {success}"
+        yield problem(f"{key}_tokens", what, f"{key}_tokens={longest_sample_tokens(config.rollout)} or more")
 
 
 def _several_teachers(config: Config) -> Iterator[Problem]:

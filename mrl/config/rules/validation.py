@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mrl.config.arithmetic import compares_teacher
 from mrl.config.reward import label_of
 from mrl.config.rules.problems import nearest, problem
 from mrl.config.rules.reward import is_measured
@@ -38,7 +39,7 @@ def _figures(config: Config) -> Iterator[Problem]:
             what = f"{actual} has no effect with validation.greedy, which does not sample"
             yield problem(f"validation.{name}", what, f"validation.{name}={value:g}, or validation.greedy=false")
     figures, key = validation_figures(config), "validation.best_metric"
-    names = [f"val/{figure}" for figure in figures] + ["val/teacher_kl"] * (config.algorithm.distillation is not None)
+    names = [f"val/{figure}" for figure in figures] + ["val/teacher_kl"] * compares_teacher(config.algorithm)
     is_read = validation.every or validation.best_metric is not None
     if is_read and names and validation.source_of_best(figures) is None and validation.best not in names:
         fix = f"{did_you_mean(validation.best, names)} Or for one source: val/SOURCE/{figures[0]}"
