@@ -11,9 +11,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mrl.engine.masked_head import masked_log_probs
 from mrl.engine.packed_rows import Lengths, MicroBatch, concat
 from mrl.engine.vocab_divergence import LikeliestTokens, TeacherHead, likeliest_tokens, token_divergence
 from mrl.engine.vocab_head import EntropyUse, HeadOptions, greedy_tokens, token_log_probs
+
+MASK = "sampling_mask"
+"""Column of the tokens that each response token was drawn from. Rows with it are scored over these tokens only."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,13 @@ def score(model: ModelHead, batch: MicroBatch, hidden_1TH: Tensor, request: Scor
     if request.greedy:
         tokens_S = greedy_tokens(hidden_SH, model.vocabulary_weight(), options)
         return Scores(greedy_T=_gather_context_parallel(tokens_S, batch, model))
-    log_probs_S, entropy_S = token_log_probs(hidden_SH, model.vocabulary_weight(), batch.labels, options)
+    if MASK in batch.rows.columns:
+        needs_whole = request.top_k or request.norms or request.divergence is not None
+        assert not needs_whole, "a sampling mask leaves no whole distributions"
+        mask_SM = _here(batch, MASK)
+        log_probs_S, entropy_S = masked_log_probs(hidden_SH, model.vocabulary_weight(), batch.labels, mask_SM, options)
+    else:
+        log_probs_S, entropy_S = token_log_probs(hidden_SH, model.vocabulary_weight(), batch.labels, options)
     parts = {"log_probs_T": log_probs_S, "entropy_T": entropy_S, "hidden_TH": hidden_SH if request.hidden else None}
     if request.top_k:
         top = likeliest_tokens(hidden_SH, model.vocabulary_weight(), request.top_k, options)
@@ -174,16 +184,17 @@ def merged(parts: Sequence[Scores], micro_batches: Sequence[Lengths], lengths: L
     return Scores(**values)
 
 
+def _here(batch: MicroBatch, name: str) -> Tensor:
+    """Return the column's values at the places that this context rank scores."""
+    return batch.rows.columns[name].to(batch.score_to.device)[batch.score_to]
+
+
 def _teacher_scores(request: DivergenceRequest, batch: MicroBatch) -> LikeliestTokens | TeacherHead:
     """Return the teacher's scores for the places that this context rank scores."""
-
-    def here(name: str) -> Tensor:
-        return batch.rows.columns[name].to(batch.score_to.device)[batch.score_to]
-
     if request.teacher_VH is not None:
-        return TeacherHead(here("teacher_hidden"), request.teacher_VH)
-    log_probs = here("teacher_top_log_probs")
-    return LikeliestTokens(here("teacher_top_ids"), log_probs[:, :-1], log_probs[:, -1])
+        return TeacherHead(_here(batch, "teacher_hidden"), request.teacher_VH)
+    log_probs = _here(batch, "teacher_top_log_probs")
+    return LikeliestTokens(_here(batch, "teacher_top_ids"), log_probs[:, :-1], log_probs[:, -1])
 
 
 def _gather_context_parallel(local: Tensor, batch: MicroBatch, model: ModelHead) -> Tensor:

@@ -142,7 +142,7 @@ class _BothTiles:
             logits_TC = self._of_teacher.logits(self._of_teacher.weight(columns))
             return log_probs_TC, logits_TC.sub_(self._level_T1)
         teacher_TC = log_probs_TC + self._level_T1
-        place_N, rank_N, column_N = _in_tile(self._tiles, columns, self._teacher.ids_TK)
+        place_N, rank_N, column_N = self._tiles.positions(columns, self._teacher.ids_TK)
         teacher_TC[place_N, column_N] = self._teacher.log_probs_TK[place_N, rank_N].to(teacher_TC.dtype)
         return log_probs_TC, teacher_TC
 
@@ -162,7 +162,7 @@ def _logsumexp(tiles: Tiles, without_TK: Tensor | None, options: HeadOptions) ->
         logits_TC = tiles.logits(tiles.weight(columns))
         parts_2KT[0, tile] = logits_TC.logsumexp(1)
         if without_TK is not None:
-            place_N, _, column_N = _in_tile(tiles, columns, without_TK)
+            place_N, _, column_N = tiles.positions(columns, without_TK)
             logits_TC[place_N, column_N] = -torch.inf
             parts_2KT[1, tile] = logits_TC.logsumexp(1)
     mine_2T = parts_2KT.logsumexp(1)
@@ -170,13 +170,6 @@ def _logsumexp(tiles: Tiles, without_TK: Tensor | None, options: HeadOptions) ->
         mine_2T = torch.stack(list(_of_ranks(mine_2T, options.group))).logsumexp(0)
     whole_T, rest_T = mine_2T.unbind(0)
     return whole_T, rest_T
-
-
-def _in_tile(tiles: Tiles, columns: slice, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the position of those tokens that are in a tile: place, rank among the place's tokens, and column."""
-    column_TK = ids_TK.long() - (tiles.first_id + columns.start)
-    place_N, rank_N = ((column_TK >= 0) & (column_TK < columns.stop - columns.start)).nonzero(as_tuple=True)
-    return place_N, rank_N, column_TK[place_N, rank_N]
 
 
 def _highest(values_TN: Tensor, ids_TN: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -122,6 +122,13 @@ class Tiles:
         column_T1 = (self.labels_T - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)
         return is_here_T, column_T1
 
+    def positions(self, columns: slice, ids_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the position of those of these tokens that are in the tile: row and column in `ids_TK`, and column
+        of the tile."""
+        column_TK = ids_TK.long() - (self.first_id + columns.start)
+        place_N, at_N = ((column_TK >= 0) & (column_TK < columns.stop - columns.start)).nonzero(as_tuple=True)
+        return place_N, at_N, column_TK[place_N, at_N]
+
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod

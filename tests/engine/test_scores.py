@@ -27,7 +27,8 @@ def scores_of(case: Case, rank: int, num_ranks: int, request: ScoreRequest) -> A
         head_input=lambda hidden, places: hidden[0][places],
         vocabulary_weight=lambda: weight,
     )
-    batch: Any = SimpleNamespace(score_at=torch.arange(len(case.labels)), labels=case.labels)
+    rows = SimpleNamespace(columns={})
+    batch: Any = SimpleNamespace(score_at=torch.arange(len(case.labels)), labels=case.labels, rows=rows)
     return score(head, batch, case.hidden.unsqueeze(0), request)
 
 
