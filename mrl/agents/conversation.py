@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mrl.errors import AgentError
-from mrl.rollout.requests import GenerationRequest, StoredRoutes
+from mrl.rollout.requests import GenerationRequest, Mask, StoredRoutes
 
 Ids = npt.NDArray[np.int32]
 Finish = Literal["stop", "length"]
@@ -49,6 +49,8 @@ class Conversation:
         """Weight version that drew each token of the response; -1 for observations."""
         self.routes: StoredRoutes | None = None
         """Routes of all tokens but the last, if the engines return them."""
+        self.sampling_mask: Mask | None = None
+        """Mask of the tokens of the response, if it was requested: then the response is one turn."""
         self.turns: list[WrittenTurn] = []
         self.ended = ""
         """How the conversation ended. Empty while it continues."""

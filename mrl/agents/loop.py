@@ -185,6 +185,7 @@ class Dialogs:
         num_read = len(dialog.begun.context_ids)
         dialog.begun.write(generated.token_ids, generated.log_probs, generated.finish, generated.token_versions())
         dialog.begun.routes = generated.stored_routes
+        dialog.begun.sampling_mask = generated.sampling_mask
         dialog.writers.append(dialog.current)
         dialog.home = generated.replica
         if dialog.environment is None:

@@ -34,6 +34,7 @@ from mrl.plan.search import Changes, advise, found_lines, search
 from mrl.plan.timing import Lengths, assumed_lengths, node_link_bytes_per_s, plan_time
 from mrl.preflight.findings import SFT_ADVICE
 from mrl.preflight.node_facts import usable_memory_bytes
+from mrl.rollout.sampling_mask import mask_bytes
 
 EXAMPLE = "mrl plan configs/ppo-llama3.1-70b-8n8g.yaml actor.parallel.pp=2"
 _DOES_NOT_FIT = 2
@@ -177,6 +178,10 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
         per_token, tokens = route_bytes(subject.specs["actor"]), longest_sample_tokens(config.rollout)
         step = per_token * tokens * samples_per_step(config.batch)
         yield f"Router replay: {per_token} bytes per token, up to {gib(step)} per step over the memory of all machines."
+    if config.algorithm.keep_sampling_mask:
+        per_token, tokens = mask_bytes(config.rollout.top_k), config.rollout.max_response_tokens
+        step = per_token * tokens * samples_per_step(config.batch)
+        yield f"Sampling masks: {per_token} bytes per response token, up to {gib(step)} per step through the driver."
 
 
 def _turns(config: Config) -> Iterator[str]:

@@ -203,6 +203,10 @@ class DistillationConfig:
     sample without it, show the whole response."""
 
 
+LARGEST_MASK = 128
+"""Largest `rollout.top_k` with a sampling mask: the bytes of a mask are proportional to it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """How the policy learns from the samples."""
@@ -242,5 +246,10 @@ class AlgorithmConfig:
     """For mixtures of experts. `R3`: log-probs and updates use the experts that the engine chose for each token, in
     all layers. `R2`: updates use the experts that the trainer chose when it computed the old log-probs. `none`: the
     trainer's routers choose each time, and their choice may differ from the engine's."""
+    keep_sampling_mask: bool = False
+    """Compute log-probs over the tokens from which each response token was drawn. With `rollout.top_k` and
+    `rollout.top_p`, engines draw from a part of the vocabulary. They return the ids of this part, and old log-probs,
+    updates, entropies and the reference use it, so that ratios and mismatch are exact (DeepSeek-V3.2). If false,
+    log-probs are over the whole vocabulary."""
     distillation: DistillationConfig | None = None
     """Learning from the model in the section `teacher`, with or without rewards. Null uses no teacher."""

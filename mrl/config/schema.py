@@ -262,9 +262,10 @@ class RolloutConfig:
     """Divisor of the logits before sampling. Training uses the same value."""
     top_p: Share = 1.0
     """Sample only from the likeliest tokens with this total probability. Below 1, the sampled distribution differs from
-    the trained one, and mrl warns."""
+    the trained one, unless `algorithm.keep_sampling_mask` is true."""
     top_k: NotNegative = 0
-    """Sample only from this many likeliest tokens; 0 means all. Any other value gives the same warning as `top_p`."""
+    """Sample only from this many likeliest tokens, before `top_p` applies; 0 means all. With any other value, the same
+    is true as with `top_p`."""
     stop_token_ids: list[NotNegative] = field(default_factory=list)
     """Tokens that end a response, in addition to the end tokens of the tokenizer and of generation_config.json. `mrl
     check` lists all of them and their origin. The token is part of the response and is trained."""

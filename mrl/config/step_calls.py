@@ -16,7 +16,7 @@ from mrl.config.schema import Config
 
 Columns = tuple[str, ...]
 SAMPLE_COLUMNS: Columns = ("prompts", "responses", "rollout_log_probs", "scores")
-OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask", "staleness", "routes")
+OPTIONAL_SAMPLE_COLUMNS: Columns = ("baseline_scores", "response_mask", "staleness", "sampling_mask", "routes")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ def _routes(config: Config) -> Columns:
     return ("routes",) if config.algorithm.router_replay != "none" else ()
 
 
+def _mask(config: Config) -> Columns:
+    return ("sampling_mask",) if config.algorithm.keep_sampling_mask else ()
+
+
 def _needed_by_actor(config: Config) -> Columns:
     algorithm = config.algorithm
     is_chosen, of_trainer = algorithm.loss.policy in CHOOSING_LOSSES, algorithm.old_log_probs == "trainer"
@@ -66,7 +70,8 @@ def _needed_by_actor(config: Config) -> Columns:
         "rollout_log_probs": reads_engines or not of_trainer,
         "staleness": algorithm.old_log_probs == "interpolated",
     }
-    return tuple(name for name, is_needed in needed.items() if is_needed) + _taught(config) + _routes(config)
+    own = tuple(name for name, is_needed in needed.items() if is_needed)
+    return own + _taught(config) + _mask(config) + _routes(config)
 
 
 TEACHER_COLUMNS: Columns = ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_hidden")
@@ -123,8 +128,8 @@ LOG_PROB = StepCall(
         needs_old_log_probs(config) and config.algorithm.router_replay != "R2" and not _reads_norms(config)
     ),
     writes=("old_log_probs",),
-    optional=("response_mask", "rollout_log_probs", "staleness", "routes"),
-    needs=_routes,
+    optional=("response_mask", "rollout_log_probs", "staleness", "sampling_mask", "routes"),
+    needs=lambda config: _mask(config) + _routes(config),
 )
 LOG_PROB_WITH_NORMS = StepCall(
     role="actor",
@@ -142,6 +147,7 @@ LOG_PROB_WITH_ROUTES = StepCall(
     is_made=lambda config: config.algorithm.router_replay == "R2",
     writes=("old_log_probs", "routes"),
     optional=LOG_PROB.optional[:-1],
+    needs=_mask,
 )
 OLD_LOG_PROBS = (LOG_PROB, LOG_PROB_WITH_NORMS, LOG_PROB_WITH_ROUTES)
 """Of these, a step makes at most one."""
@@ -151,6 +157,8 @@ REF_LOG_PROB = StepCall(
     when="`algorithm.kl.where` is not `none`, or `online_dpo`; and the reference is the actor's frozen copy",
     is_made=has_reference,
     writes=("ref_log_probs",),
+    optional=("sampling_mask",),
+    needs=_mask,
 )
 REFERENCE_LOG_PROB = StepCall(
     role="reference",
@@ -158,6 +166,8 @@ REFERENCE_LOG_PROB = StepCall(
     when="`algorithm.kl.where` is not `none`, or `online_dpo`; and the reference has a pool",
     is_made=lambda config: config.reference is not None,
     writes=("ref_log_probs",),
+    optional=("sampling_mask",),
+    needs=_mask,
 )
 VALUES = StepCall(
     role="critic",
@@ -202,7 +212,7 @@ UPDATE_ACTOR = StepCall(
     reads=("prompts", "responses", "advantages"),
     optional=(
         *("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", "staleness"),
-        *(*TEACHER_COLUMNS, "routes"),
+        *(*TEACHER_COLUMNS, "sampling_mask", "routes"),
     ),
     needs=_needed_by_actor,
 )

@@ -17,7 +17,7 @@ from mrl.protocol.columns import Jagged
 from mrl.protocol.step_record import AFTER, BEFORE, Moment, StepRecord
 
 _COLUMNS = {
-    "rollout": ("prompts", "responses", "response_mask", "rollout_log_probs", "staleness", "routes"),
+    "rollout": ("prompts", "responses", "response_mask", "rollout_log_probs", "staleness", "sampling_mask", "routes"),
     "reward": ("scores", "baseline_scores"),
     "log-probs": ("old_log_probs", "ref_log_probs", "teacher_log_probs", "teacher_top_log_probs", "teacher_hidden"),
     "values": ("values",),

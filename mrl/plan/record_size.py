@@ -8,6 +8,7 @@ from mrl.config.sft import AnyConfig
 from mrl.models.spec import ModelSpec
 from mrl.models.table import hf_tensors
 from mrl.plan.known_models import model_spec
+from mrl.rollout.sampling_mask import mask_bytes
 
 _BYTES_PER_TOKEN = 64
 """Token ids, masks and log-probs, each in samples and batch; values, advantages and the text."""
@@ -46,6 +47,8 @@ def _sample_bytes(config: Config, spec: ModelSpec) -> int:
     per_token, distillation = _BYTES_PER_TOKEN, config.algorithm.distillation
     if config.algorithm.router_replay != "none" and spec.moe is not None:
         per_token += 2 * 2 * spec.num_layers * spec.moe.experts_per_token
+    if config.algorithm.keep_sampling_mask:
+        per_token += 2 * mask_bytes(config.rollout.top_k)
     if distillation is not None and distillation.form == "full":
         per_token += 4 * spec.hidden
     return samples_per_step(config.batch) * (longest_sample_tokens(config.rollout) * per_token + _BYTES_PER_SAMPLE)

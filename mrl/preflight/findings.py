@@ -194,10 +194,11 @@ def check_columns(config: AnyConfig) -> Iterator[CheckResult]:
 
 def column_problems(config: Config) -> list[str]:
     """Return the columns that calls of a step would miss. Every column must be written before it is read."""
-    # `position` is part of the call itself; ReMax's baselines, routes and ages arrive with the samples.
+    # `position` is part of the call itself; ReMax's baselines, routes, masks and ages arrive with the samples.
     written = {*SAMPLE_COLUMNS, "position"}
     written |= {"baseline_scores"} if config.algorithm.advantage == "remax" else set()
     written |= {"routes"} if config.algorithm.router_replay == "R3" else set()
+    written |= {"sampling_mask"} if config.algorithm.keep_sampling_mask else set()
     written |= {"staleness"} if config.asynchrony.ahead else set()
     problems = []
     for call in step_calls(config):

@@ -173,7 +173,7 @@ def _methods(config: AnyConfig, role: str) -> tuple[list[Method], list[Method]]:
 
 def _columns(call: step_calls.StepCall, config: Config) -> tuple[str, ...]:
     """Return the columns that a call may read. The teacher's exist only if the configuration needs them."""
-    optional = [name for name in call.optional if name not in (*step_calls.TEACHER_COLUMNS, "routes")]
+    optional = [name for name in call.optional if name not in (*step_calls.TEACHER_COLUMNS, "sampling_mask", "routes")]
     return (*call.reads, *optional, *call.needs(config))
 
 
@@ -199,11 +199,12 @@ def _worker(config: AnyConfig, role: str, place: RankInfo) -> ModelWorker:
 
 def _with_sizes_only(subject: Planned[Any], model: str | None, directory: Path) -> Planned[Any]:
     """Return the subject with models of which only the config.json exists. `model` replaces each, as in the plan."""
-    models = {}
+    models: dict[str, Any] = {}
     for role in subject.config.model_roles():
         key, own = subject.config.model_of(role)
         models[key] = str(model_files.write_config(model or own, directory / key))
     if isinstance(subject.config, Config):
+        models["algorithm.keep_sampling_mask"] = False  # random tokens are in no engine's masks
         models["algorithm.router_replay"] = "none"  # routes are small, and a rehearsal has no engine to choose them
     return subject.with_changes_unchecked(models)
 

@@ -32,6 +32,8 @@ class Sampling:
     """Texts that also end a response. The tokens that complete one are part of it."""
     alone: bool = False
     """Compute each sample separately, so that its log-probs do not depend on the other samples, bit for bit."""
+    keeps_mask: bool = False
+    """Return the ids of the tokens that top-k and top-p left for each token."""
 
     def __post_init__(self) -> None:
         if self.temperature < LOWEST_TEMPERATURE:
@@ -44,6 +46,9 @@ class Sampling:
 
 Routes = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
 """Chosen experts [tokens, layers with experts, experts per token] of all tokens but the last."""
+
+Mask = npt.NDArray[np.int32]
+"""Ids [tokens, width] of the tokens that top-k and top-p left to draw each token from; -1 in unused places."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class Generated:
     """Routes of prompt and response, if the engine returns them. They never travel to the driver."""
     stored_routes: StoredRoutes | None = None
     """Where the routes are stored; set by the fleet."""
+    sampling_mask: Mask | None = None
+    """The mask of its tokens, if it was requested."""
 
     def token_versions(self) -> npt.NDArray[np.int32]:
         versions = np.full(len(self.token_ids), self.weight_version, np.int32)

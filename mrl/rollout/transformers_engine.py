@@ -21,6 +21,7 @@ from mrl.models.mla import set_latent_epsilon
 from mrl.models.stored import as_in_files
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rollout.sampling_mask import mask_of, mask_width
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.ipc import IpcReceiver, socket_path
 
@@ -33,6 +34,8 @@ class RowState:
     cache: DynamicCache
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    likeliest: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Log-probs and ids of the tokens that may be in the mask, for each token."""
 
 
 class TransformersEngine(RolloutEngine):
@@ -88,11 +91,17 @@ class TransformersEngine(RolloutEngine):
         token = int((log_probs.exp() / noise).argmax())
         row.token_ids.append(token)
         row.log_probs.append(float(log_probs[token]))
+        if row.sampling.keeps_mask:
+            row.likeliest.append(log_probs.topk(mask_width(row.sampling.top_k, self.settings.vocab)))
 
     def _generated(self, row: RowState, stopped: bool) -> Generated:
         token_ids, log_probs = np.asarray(row.token_ids, np.int32), np.asarray(row.log_probs, np.float32)
         _, version = self.unfinished[row.request.key][0]
-        return Generated(row.request.key, token_ids, log_probs, "stop" if stopped else "length", version)
+        key, mask = row.request.key, None
+        if row.likeliest:
+            log_probs_TM, ids_TM = (torch.stack(parts).cpu().numpy() for parts in zip(*row.likeliest, strict=True))
+            mask = mask_of(key, token_ids, ids_TM, log_probs_TM, self.settings.vocab)
+        return Generated(key, token_ids, log_probs, "stop" if stopped else "length", version, sampling_mask=mask)
 
     def _abort(self, keys: Iterable[str]) -> None:
         for key in keys:

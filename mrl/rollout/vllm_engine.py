@@ -25,6 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from mrl.config.algorithm import LARGEST_MASK
 from mrl.config.libraries.vllm_fields import OWNED
 from mrl.errors import RolloutError
 from mrl.files import write_text
@@ -37,6 +38,7 @@ from mrl.rollout.engine_adapters import EngineAdapters
 from mrl.rollout.engine_routes import EngineRoutes, route_arguments
 from mrl.rollout.quantization import gate_arguments
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
+from mrl.rollout.sampling_mask import NUM_TIES, mask_of, mask_width
 from mrl.rollout.vllm_data_parallel import DataParallelEngine
 from mrl.rollout.vllm_processes import VllmFollower, end_engine, node_arguments, prepare_process, store_without_a_file
 from mrl.weight_sync.vllm_adapters import adapter_arguments
@@ -84,7 +86,7 @@ class VllmEngine(RolloutEngine):
 
     def _start(self, requests: Sequence[GenerationRequest], sampling: Sampling) -> None:
         for request in requests:
-            params = _sampling_params(request, sampling)
+            params = _sampling_params(request, sampling, self.settings.vocab)
             prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids.tolist()}
             if self.settings.takes_weights_in_flight:  # never read caches computed with other weights
                 prompt["cache_salt"] = str(self.weight_version)
@@ -134,7 +136,8 @@ class VllmEngine(RolloutEngine):
                 )
             if output.request_id == self._first:
                 self._first = None
-        samples = [_sample(output, self.unfinished[output.request_id][0][1]) for output in finished]
+        vocab = self.settings.vocab
+        samples = [_sample(output, self.unfinished[output.request_id][0][1], vocab) for output in finished]
         return samples if self._routes is None else self._routes.added(samples, finished)
 
     def _abort(self, keys: Iterable[str]) -> None:
@@ -191,18 +194,19 @@ class VllmEngine(RolloutEngine):
         return answers
 
 
-def _sample(output: RequestOutput, version: int) -> Generated:
+def _sample(output: RequestOutput, version: int, vocab: int) -> Generated:
     (sample,) = output.outputs
     if sample.finish_reason not in ("stop", "length"):
         what = f"vLLM ended this sample with the finish reason `{sample.finish_reason}`"
         raise RolloutError(what, where=output.request_id)
-    return Generated(
-        output.request_id,
-        np.asarray(sample.token_ids, np.int32),
-        np.asarray(sample.logprobs.logprobs, np.float32),
-        sample.finish_reason,
-        version,
-    )
+    token_ids, of_tokens, mask = np.asarray(sample.token_ids, np.int32), sample.logprobs, None
+    log_probs = np.asarray(of_tokens.logprobs, np.float32)
+    if len(log_probs) > len(of_tokens):  # of each token the sampled one, then the likeliest
+        ids_TM = np.asarray(of_tokens.token_ids, np.int32).reshape(len(of_tokens), -1)
+        log_probs_TM = log_probs.reshape(len(of_tokens), -1)
+        mask = mask_of(output.request_id, token_ids, ids_TM[:, 1:], log_probs_TM[:, 1:], vocab)
+        log_probs = log_probs_TM[:, 0]
+    return Generated(output.request_id, token_ids, log_probs, sample.finish_reason, version, sampling_mask=mask)
 
 
 def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
@@ -218,6 +222,7 @@ def engine_arguments(settings: EngineSettings) -> dict[str, Any]:
         "trust_remote_code": False,
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": LARGEST_MASK + NUM_TIES,
         "enable_sleep_mode": settings.device == "cuda",
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_BACKEND),
         "worker_extension_cls": "mrl.weight_sync.vllm_receiver.WorkerExtension",
@@ -290,7 +295,7 @@ def _demand(settings: EngineSettings) -> EngineDemand:
     )
 
 
-def _sampling_params(request: GenerationRequest, sampling: Sampling) -> SamplingParams:
+def _sampling_params(request: GenerationRequest, sampling: Sampling, vocab: int) -> SamplingParams:
     stop = [*sampling.stop, *request.stop]
     return SamplingParams(
         temperature=sampling.temperature,
@@ -300,7 +305,7 @@ def _sampling_params(request: GenerationRequest, sampling: Sampling) -> Sampling
         max_tokens=request.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # only the stop tokens of `sampling` stop
-        logprobs=0,  # only of the sampled token
+        logprobs=mask_width(sampling.top_k, vocab) if sampling.keeps_mask else 0,  # besides the sampled token's
         flat_logprobs=True,
         stop=stop,
         detokenize=bool(stop),

@@ -185,11 +185,12 @@ class EngineProbe:
         return {"sync/engine_warnings": float(self.audit.pop_warnings())}
 
     def _are_comparable(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether a step's samples come from the whole distribution of the weights that scored them."""
+        """Return whether a step's samples come from the scored distribution of the weights that scored them."""
         rollout = self._config.rollout
         # If the policy has changed since then, only the probe compares the engines.
         has_moved = metrics.get("async/staleness/max", 0.0) > 0
-        return bool(self._every) and rollout.top_p == 1 and not rollout.top_k and not has_moved
+        is_whole = (rollout.top_p == 1 and not rollout.top_k) or self._config.algorithm.keep_sampling_mask
+        return bool(self._every) and is_whole and not has_moved
 
     def _mean_differences(self, answers: Answers) -> tuple[dict[int, float], float]:
         """Return the mean difference of each engine, and the entropy estimated by the actor's log-probs."""

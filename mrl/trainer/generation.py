@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,7 @@ class Generator:
         self._end_tokens |= self.dialogs.end_ids
         ends = tuple(sorted(self._end_tokens)), tuple(rollout.stop), config.agent.deterministic
         self.training = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, *ends)
+        self.training = replace(self.training, keeps_mask=config.algorithm.keep_sampling_mask)
         self.greedy = Sampling(1.0, 1.0, 1, *ends)
         self.validation = Sampling(validation.temperature, validation.top_p, validation.top_k, *ends)
         if validation.greedy:
@@ -228,6 +229,8 @@ class Generator:
         if self._config.algorithm.advantage in VECTOR_ADVANTAGES:
             parts = [score.parts for score in scores.values()]
             tensors |= {name: torch.tensor(values) for name, values in reward_columns(self._config.reward, parts)}
+        if masks := [mask for conversation in conversations if (mask := conversation.sampling_mask) is not None]:
+            tensors["sampling_mask"] = from_rows([torch.tensor(mask) for mask in masks])
         if self._has_versions:
             tensors["versions"] = from_rows([torch.tensor(conversation.versions) for conversation in conversations])
         objects: dict[str, list[Any]] = {

@@ -33,7 +33,7 @@ from mrl.dtypes import torch_dtype
 from mrl.engine.adapter_files import write_peft
 from mrl.engine.fp8_base import WeightsToSend
 from mrl.engine.merging import MergedWeights
-from mrl.engine.scores import DivergenceRequest, LossInput, LossOutput, ScoreRequest
+from mrl.engine.scores import MASK, DivergenceRequest, LossInput, LossOutput, ScoreRequest
 from mrl.engine.vocab_head import EntropyUse
 from mrl.errors import BatchError
 from mrl.hub import node_copy
@@ -135,6 +135,8 @@ class ActorRolloutRefWorker(ScoresAsTeacher):
         """Make one optimizer step on these rows. Without old log-probs, the policy's own are used."""
         if self.setup.replays_routes and "routes" not in batch.columns():
             raise BatchError("router replay needs the column `routes`, which nothing has written")
+        if self._algorithm.keep_sampling_mask and MASK not in batch.columns():
+            raise BatchError(f"log-probs over sampled tokens need the column `{MASK}`, which nothing has written")
         names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "staleness")
         columns = optional_values(batch, *names)
         columns |= teacher_values(batch, only_some=shows_success(self._algorithm))

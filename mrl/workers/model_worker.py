@@ -18,7 +18,8 @@ from mrl.engine import checkpoint
 from mrl.engine.groups import take_device
 from mrl.engine.offload import PartName, WeightCopy
 from mrl.engine.packed_rows import TokenRows
-from mrl.engine.scores import LossFunction, LossInput, ScoreRequest, Scores
+from mrl.engine.scores import MASK, LossFunction, LossInput, ScoreRequest, Scores
+from mrl.errors import BatchError
 from mrl.hub import node_copy
 from mrl.models.hf_reader import HfReader
 from mrl.protocol import DataProto
@@ -164,9 +165,20 @@ def token_rows(batch: DataProto, columns: Mapping[str, Tensor]) -> TokenRows:
         torch.cat([part for row in zip(prompts, responses, strict=True) for part in row]),
         batch.lengths("prompts") + lengths,
         lengths,
-        {"response_mask": response_mask(batch), **columns},
+        {"response_mask": response_mask(batch), **_sampling_mask(batch), **columns},
         routes=batch.values("routes") if "routes" in batch.columns() else None,
     )
+
+
+def _sampling_mask(batch: DataProto) -> dict[str, Tensor]:
+    """Return the column of sampling masks, if there is one. Each response token must be in its mask."""
+    if MASK not in batch.columns():
+        return {}
+    mask_TM, tokens_T = batch.values(MASK), batch.values("responses")
+    if len(outside := (mask_TM != tokens_T.unsqueeze(1)).all(1).nonzero()):
+        at = int(outside[0])
+        raise BatchError(f"response token {at} of the batch, {int(tokens_T[at])}, is not in its sampling mask")
+    return {MASK: mask_TM}
 
 
 def last_tokens(batch: DataProto) -> TokenRows:

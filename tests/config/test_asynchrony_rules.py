@@ -14,6 +14,7 @@ from mrl.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 APART = ("placement.pools={laptop: 2, engines: 2}", "placement.roles.rollout=engines", "cluster.devices_per_node=4")
 WEIGHED = "algorithm.correction={level: token}"
+MASKED = ("algorithm.keep_sampling_mask=true",)
 IN_FLIGHT = "asynchrony={ahead: 2, weights: in_flight}"
 
 
@@ -29,6 +30,7 @@ def load(*overrides: str) -> Config:
         (*APART, WEIGHED, "asynchrony={ahead: 1, weights: in_flight, cache: keep}"),
         (WEIGHED, IN_FLIGHT),
         (*APART, WEIGHED, "asynchrony.ahead=1", "algorithm.advantage=remax"),
+        (*APART, WEIGHED, "asynchrony.ahead=1", "rollout.top_k=40", "rollout.top_p=0.9", *MASKED),
         (*APART, WEIGHED, "asynchrony.ahead=1", "algorithm.dynamic_sampling={}"),
     ],
 )

@@ -95,6 +95,7 @@ algorithm:
   correction: null                               # default
   old_log_probs: trainer                         # default
   router_replay: none                            # default
+  keep_sampling_mask: false                      # default
   distillation: null                             # default"""
     )
 

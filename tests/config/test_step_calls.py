@@ -7,6 +7,7 @@ import pytest
 from mrl.config import step_calls
 from mrl.config.resolved.load import load_config
 from mrl.config.schema import Config
+from mrl.preflight.findings import column_problems
 
 KL_COLUMNS = {"old_log_probs", "ref_log_probs"}
 
@@ -80,6 +81,17 @@ def test_a_token_baseline_reads_the_norms_of_scores_and_what_corrects_them() -> 
     config = load_config("configs/laptop-grpo.yaml", [*ours, "algorithm.correction.level=token"]).config
     assert {*step_calls.ACTOR_ADVANTAGES.needs(config)} == {"score_norms"}
     assert {*step_calls.LOG_PROB_WITH_NORMS.needs(config)} == {"rollout_log_probs"}
+
+
+def test_masks_are_read_by_all_that_score_the_policy_and_its_reference() -> None:
+    config = config_of("algorithm.keep_sampling_mask=true", "rollout.top_k=20")
+    for call in (step_calls.LOG_PROB, step_calls.LOG_PROB_WITH_ROUTES, step_calls.UPDATE_ACTOR):
+        assert "sampling_mask" in call.needs(config)
+        assert "sampling_mask" not in call.needs(config_of())
+    for of_reference in (step_calls.REF_LOG_PROB, step_calls.REFERENCE_LOG_PROB):
+        assert of_reference.needs(config) == ("sampling_mask",)
+    assert not column_problems(config)
+    assert "sampling_mask" not in step_calls.UPDATE_CRITIC.optional
 
 
 def test_a_policy_may_learn_from_itself_alone() -> None:

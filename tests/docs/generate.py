@@ -88,6 +88,10 @@ COLUMNS = {
     "teacher_top_ids": ("tokens", "the teacher's most likely tokens at each response position"),
     "teacher_top_log_probs": ("tokens", "log-probs of `teacher_top_ids`; last, that of all other tokens together"),
     "teacher_hidden": ("tokens", "the teacher's hidden state that gives its distribution of each response token"),
+    "sampling_mask": (
+        "tokens",
+        "ids of the tokens that each response token was drawn from; present with algorithm.keep_sampling_mask",
+    ),
     "routes": ("tokens", "experts of each layer for each token but the last of prompt and response: by R3 or R2"),
     "baseline_scores": ("one number", "ReMax: the score of the greedy answer to the same prompt"),
     "position": ("one number", "the row's position in the batch, so that shards can be joined"),

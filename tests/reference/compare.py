@@ -94,6 +94,7 @@ def row_of(record: Mapping[str, Any]) -> Row:
         text=record["prompt_text"],
         said=record["response_text"],
         truth=record["ground_truth"],
+        drawn_from=record.get("sampling_mask", []),
     )
 
 

@@ -36,6 +36,7 @@ class Row:
     said: str = ""  # the response without its end
     success: str | None = ""  # a response that the teacher reads; None if there is no teacher
     truth: str = ""
+    drawn_from: list[list[int]] = field(default_factory=list)  # for each response token; -1 is no token
     selected: Tensor | None = None  # written tokens that clip_cov or kl_cov treats differently
 
     @property

@@ -18,9 +18,11 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from mrl.agents.conversation import Finish
 from mrl.config.mesh import Mesh
 from mrl.config.resolved.load import Resolved, load_config
 from mrl.config.schema import Config, ParallelConfig
@@ -159,8 +161,22 @@ class ScriptedEngine:
             ids = np.array(self._encode([text], add_special_tokens=False)["input_ids"][0], dtype=np.int32)
             if stops:
                 ids[-1] = self._stop_token
-            log_probs = (-self._vocab_log + rng.normal(0, 0.3, len(ids))).astype(np.float32)
-            yield Generated(request.key, ids, log_probs, "stop" if stops else "length", self.version)
+            mask = _mask(ids, sampling.top_k, rng) if sampling.keeps_mask else None
+            likely = -self._vocab_log if mask is None else -np.log((mask >= 0).sum(1))
+            log_probs = (likely + rng.normal(0, 0.3, len(ids))).astype(np.float32)
+            finish: Finish = "stop" if stops else "length"
+            yield Generated(request.key, ids, log_probs, finish, self.version, sampling_mask=mask)
+
+
+def _mask(ids: npt.NDArray[np.int32], top_k: int, rng: np.random.Generator) -> npt.NDArray[np.int32]:
+    """Return 1 to `top_k` tokens for each token, which is one of them, in any order, with unused places at the end."""
+    mask = np.full((len(ids), top_k + 2), -1, np.int32)
+    for place, token in enumerate(ids.tolist()):
+        others = rng.choice(
+            [other for other in range(20) if other != token], int(rng.integers(0, top_k)), replace=False
+        )
+        mask[place, : len(others) + 1] = rng.permutation([token, *others])
+    return mask
 
 
 @dataclass

@@ -106,6 +106,14 @@ OF_SHOWN: tuple[dict[str, Any], ...] = (
     {"distillation": ("full", 1.0), "has_teacher": True, "sampling": "failures", "kl": "loss"},
 )
 """A teacher that reads another sample, if it is a success and short enough."""
+MASKED: dict[str, Any] = {name: levels[0] for name, levels in GROUPS.items()}
+OF_MASKED: tuple[dict[str, Any], ...] = (
+    {"drawn_from": (5, 0.8), "kl": "loss", "correction": ("token", "truncate"), "mask": True},
+    {"drawn_from": (5, 0.8), "kl": "reward", "policy": "gspo", "updates": "2 updates 2 epochs"},
+    {"drawn_from": (12, 1.0), "advantage": "remax", "updates": "1 update", "temperature": 1.0},
+    {"drawn_from": (12, 1.0), "old_log_probs": "engine", "resume": True},
+)
+"""top_k and top_p of engines that return the tokens from which each token was drawn."""
 SCHEDULES = {
     "constant": {},
     "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},
@@ -191,6 +199,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
             "overlong": {"buffer_tokens": 4, "factor": 0.7} if options["sampling"] == "overlong" else None,
             "correction": _correction(options["correction"]),
             "old_log_probs": _old_log_probs(options),
+            "keep_sampling_mask": "drawn_from" in options,
         },
         "batch": {
             "prompts_per_step": PROMPTS,
@@ -203,6 +212,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
             "max_prompt_tokens": 16,
             "max_response_tokens": MAX_LENGTH,
             "temperature": options["temperature"],
+            **dict(zip(("top_k", "top_p"), options.get("drawn_from", (0, 1.0)), strict=True)),
             "replicas": 1,
         },
         "sync": {"probe_every": 0},  # the scripted engine has no weights
@@ -273,6 +283,7 @@ def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
     combinations += [("taught", TAUGHT | changes) for changes in OF_TAUGHT]
     combinations += [("shown", SHOWN | changes) for changes in OF_SHOWN]
     combinations += [("baselines", BASELINES | changes) for changes in OF_BASELINES]
+    combinations += [("masked", MASKED | changes) for changes in OF_MASKED]
     parts: dict[str, tuple[int, list[LocalCase]]] = {}
     for ranks in (1, 2):
         cases = [

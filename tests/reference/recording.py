@@ -133,7 +133,7 @@ def _empty() -> dict[str, Any]:
 
 def _rows(batch: DataProto) -> list[dict[str, Any]]:
     names = ["prompts", "responses", "rollout_log_probs", "scores", "truncated"]
-    names += [name for name in ("response_mask",) if name in batch.columns()]
+    names += [name for name in ("response_mask", "sampling_mask") if name in batch.columns()]
     columns = {name: _values(batch, name) for name in names}
     texts = {name: batch.non_tensor_batch[name] for name in TEXTS}
     return [

@@ -237,7 +237,7 @@ class Reference:
         """Return log-prob and entropy at each written token, at the temperature of the rollout."""
         log_probs = self.distributions(model, row)
         sampled = log_probs.gather(1, torch.tensor(row.response)[row.written][:, None])[:, 0]
-        return sampled, -(log_probs.exp() * log_probs).sum(-1)
+        return sampled, -(log_probs.exp() * log_probs.masked_fill(log_probs == -math.inf, 0.0)).sum(-1)
 
     def score_norms(self, row: Row) -> Tensor:
         """Return w^2 |d log pi / d logits|^2 of each written token, with logits divided by the temperature and the
@@ -250,8 +250,13 @@ class Reference:
         return norms
 
     def distributions(self, model: Any, row: Row) -> Tensor:
-        """Return the log-probs of the whole vocabulary at each written token."""
+        """Return the log-probs of the whole vocabulary, or of the tokens it was drawn from, at each written token."""
         logits = model(torch.tensor([[*row.prompt, *row.response]])).logits[0, len(row.prompt) - 1 : -1]
+        if self.algorithm["keep_sampling_mask"]:
+            is_left = torch.zeros(logits.shape, dtype=torch.bool)
+            for place, ids in enumerate(row.drawn_from):
+                is_left[place, [token for token in ids if token >= 0]] = True
+            logits = logits.masked_fill(~is_left, -math.inf)
         of_places: Tensor = (logits / self.config["rollout"]["temperature"]).log_softmax(-1)[row.written]
         return of_places
 

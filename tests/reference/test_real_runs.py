@@ -40,13 +40,16 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"advantage": "gae", "kl": "both adaptive", "whiten": True, "value_clip": 0.05, "warmup": 1, "head": "made"},
         {"parallel": {"tp": 2}},
     ),
+    "masked-3": ({"advantage": "grpo", "kl": "both", "drawn_from": (12, 0.8)}, {"parallel": {"tp": 2}}),
     "remax-2": ({"advantage": "remax", "kl": "loss", "correction": ("token", "truncate"), "updates": "1 update"}, {}),
 }
 """Options in addition to PLAIN, and settings of the actor, by name of the run. Each run has two devices."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo-1", pytest.param("remax-2", marks=pytest.mark.on_demand)])
+@pytest.mark.parametrize(
+    "name", ["ppo-1", *(pytest.param(run, marks=pytest.mark.on_demand) for run in ("masked-3", "remax-2"))]
+)
 def test_a_real_run_is_the_reference_s(name: str, tmp_path: Path) -> None:
     make_models(tmp_path / "models")
     options, own = RUNS[name]
@@ -64,3 +67,5 @@ def test_a_real_run_is_the_reference_s(name: str, tmp_path: Path) -> None:
     differences = hold(plain, recorded, FUNCTION)
     assert not too_large(differences)
     assert len(recorded["steps"]) == 3
+    mismatch = [line["mismatch/k3_kl"] for line in recorded["metrics"] if line["step"] > 0]
+    assert max(mismatch) < 1e-6, "the engine and the trainer compute the same distributions"

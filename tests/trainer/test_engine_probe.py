@@ -255,6 +255,8 @@ def test_old_log_probs_are_compared_before_those_of_the_updates(tmp_path: Path) 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 5}])
 def test_a_distribution_that_was_cut_is_not_the_trained_one(tmp_path: Path, cut: dict[str, Any]) -> None:
     assert not refused(Stage(tmp_path, {}, sections={"rollout": cut}), {"actor/rollout_diff": 0.5})
+    masked = {"rollout": cut, "algorithm": {"keep_sampling_mask": True}}
+    assert refused(Stage(tmp_path, {}, sections=masked), {"actor/rollout_diff": 0.5})
 
 
 @pytest.fixture(scope="module")

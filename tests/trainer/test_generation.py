@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +17,7 @@ from mrl.config.schema import ModelConfig
 from mrl.protocol import DataProto
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
-from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
+from mrl.rollout.requests import Generated, GenerationRequest, Sampling, request_seed
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.step_metrics import batch_metrics, reward_vector, sample_columns
 from tests.trainer.fakes import END, Hybrid, Rewards, Tokenizer, make_config, prompts_of, score_of_row
@@ -145,6 +148,23 @@ def test_what_is_drawn_from_is_what_the_configuration_says(tmp_path: Path) -> No
     generator.run(prompts_of([0]), generator.validation, 0)
     generator.run(prompts_of([0]), generator.greedy, 1)
     assert stage.hybrid.samplings == [generator.validation, generator.greedy]
+
+
+def test_masks_become_a_column_of_training_samples(tmp_path: Path) -> None:
+    """Samples arrive in another order than their rows. Greedy answers and validation need no masks."""
+    algorithm = {"advantage": "remax", "keep_sampling_mask": True}
+    stage = Stage(tmp_path, algorithm=algorithm, rollout={"top_k": 9})
+    plain = stage.hybrid.generate
+
+    def with_masks(requests: Any, sampling: Sampling, follow_ups: Any = None) -> Iterator[Generated]:
+        for sample in plain(requests, sampling, follow_ups):
+            mask = np.stack([sample.token_ids, sample.token_ids + 1], 1) if sampling.keeps_mask else None
+            yield replace(sample, sampling_mask=mask)
+
+    stage.hybrid.generate = with_masks  # type: ignore[method-assign]
+    assert rows_of(stage.run().batch, "sampling_mask") == [[[token, token + 1] for token in ids] for ids in TOKENS]
+    for sampling in (stage.generator.greedy, stage.generator.validation):
+        assert "sampling_mask" not in stage.generator.run(prompts_of([0]), sampling, 1).batch.columns()
 
 
 def test_a_tokenizer_without_an_end_stops_nothing(tmp_path: Path) -> None:

@@ -352,6 +352,13 @@ def test_an_update_with_router_replay_needs_routes() -> None:
         worker.update_actor(batch_of(rows), [[len(rows)]])
 
 
+def test_an_update_over_sampling_masks_needs_them() -> None:
+    rows = make_rows("advantages")
+    worker = worker_of(config_of(keep_sampling_mask=True), None, Shards(1))
+    with pytest.raises(BatchError, match="need the column `sampling_mask`, which nothing has written"):
+        worker.update_actor(batch_of(rows), [[len(rows)]])
+
+
 def test_weights_are_sent_from_the_device_in_the_version_and_to_the_workers_that_were_named() -> None:
     worker = worker_of(config_of(), None, Shards(1))
     sent: list[Any] = []
@@ -373,11 +380,11 @@ def test_what_is_declared_to_be_read_and_written() -> None:
     assert declared["compute_log_prob"] == (
         rows,
         {"old_log_probs"},
-        {"response_mask", "rollout_log_probs", "staleness", "routes"},
+        {"response_mask", "rollout_log_probs", "staleness", "sampling_mask", "routes"},
     )
     assert declared["compute_log_prob_with_norms"][1] == {"old_log_probs", "score_norms"}
     assert declared["compute_log_prob_with_routes"][1] == {"old_log_probs", "routes"}
-    assert declared["compute_ref_log_prob"] == (rows, {"ref_log_probs"}, set())
+    assert declared["compute_ref_log_prob"] == (rows, {"ref_log_probs"}, {"sampling_mask"})
     assert declared["compute_advantages"][1] == {"advantages"}
-    optional = {"response_mask", "routes", "staleness", *ALL, *TEACHER_COLUMNS} - {"advantages"}
+    optional = {"response_mask", "routes", "sampling_mask", "staleness", *ALL, *TEACHER_COLUMNS} - {"advantages"}
     assert declared["update_actor"] == (rows | {"advantages"}, set(), optional)

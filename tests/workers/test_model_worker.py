@@ -21,6 +21,7 @@ from mrl.controller import Dispatch
 from mrl.controller.worker import registered_methods
 from mrl.engine.checkpoint_files import export_checkpoint
 from mrl.engine.scores import LossOutput, ScoreRequest, Scores
+from mrl.errors import BatchError
 from mrl.models.families import read_spec
 from mrl.models.hf_reader import HfReader
 from mrl.models.small import small_config
@@ -51,6 +52,17 @@ def test_rows_are_prompt_and_response_one_after_another(with_holes: bool) -> Non
     assert rows.columns["response_mask"].tolist() == [is_written for row in made for is_written in row.mask]
     for name in ("values", "returns"):
         assert torch.equal(rows.columns[name], torch.cat([row.columns[name] for row in made]))
+
+
+def test_rows_have_the_sampling_masks_and_each_contains_its_token() -> None:
+    rows = {"prompts": from_rows([[9], [8]]), "responses": from_rows([[1, 2], [3]])}
+    masks = [torch.tensor([[1, -1], [5, 2]]), torch.tensor([[3, 4]])]
+    batch = DataProto.from_dict({**rows, "sampling_mask": from_rows(masks)})
+    assert token_rows(batch, {}).columns["sampling_mask"].tolist() == [[1, -1], [5, 2], [3, 4]]
+    assert token_rows(batch, {}).take([1]).columns["sampling_mask"].tolist() == [[3, 4]]
+    masks[0][1, 1] = 7
+    with pytest.raises(BatchError, match="response token 1 of the batch, 2, is not in its sampling mask"):
+        token_rows(DataProto.from_dict({**rows, "sampling_mask": from_rows(masks)}), {})
 
 
 def test_a_mask_says_what_was_written_and_without_one_everything_was() -> None:

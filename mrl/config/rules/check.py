@@ -25,6 +25,7 @@ from mrl.config.rules.preference import check_preference
 from mrl.config.rules.reward import check_reward
 from mrl.config.rules.roles import check_roles
 from mrl.config.rules.rollout import check_rollout
+from mrl.config.rules.sampling_mask import check_sampling_mask
 from mrl.config.rules.training import check_training
 from mrl.config.rules.validation import check_validation
 from mrl.config.schema import Config
@@ -68,5 +69,5 @@ def check_sizes(config: AnyConfig) -> Iterator[Problem]:
     for check_any in (check_cluster, check_placement, check_roles, check_batch):
         yield from check_any(config)
     if isinstance(config, Config):
-        for check_train in (check_rollout, check_algorithm):
+        for check_train in (check_rollout, check_algorithm, check_sampling_mask):
             yield from check_train(config)

@@ -130,6 +130,7 @@ def _stages(config: Config) -> Iterator[Problem]:
 def _sampled_ahead(config: Config) -> Iterator[Problem]:
     ahead = f"{config.asynchrony.ahead} batches ahead"
     for name, everything in (("top_p", 1), ("top_k", 0)):
-        if (actual := getattr(config.rollout, name)) != everything:
+        if (actual := getattr(config.rollout, name)) != everything and not config.algorithm.keep_sampling_mask:
             what = f"{actual}: {ahead} are weighted by log-probs that are not those of the sampling distribution"
-            yield problem(f"rollout.{name}", what, f"rollout.{name}={everything}, or asynchrony.ahead=0")
+            fix = f"rollout.{name}={everything}, algorithm.keep_sampling_mask=true, or asynchrony.ahead=0"
+            yield problem(f"rollout.{name}", what, fix)
