@@ -265,3 +265,10 @@ def test_routes_of_replayed_experts_are_counted(plan: Plan) -> None:
     text = plan(name)[1]
     assert "Router replay: 752 bytes per token, up to 11.8 GiB per step over the memory of all machines." in text
     assert "Router replay" not in plan(name, "algorithm.router_replay=none")[1]
+
+
+def test_sampling_masks_are_counted(plan: Plan) -> None:
+    """Room for 20 tokens and 8 ties, 4 bytes each."""
+    masked = ("algorithm.keep_sampling_mask=true", "rollout.top_k=20")
+    text = plan("configs/grpo-qwen2.5-7b-1n8g.yaml", *masked)[1]
+    assert "Sampling masks: 112 bytes per response token, up to 0.8 GiB per step through the driver." in text
