@@ -101,8 +101,8 @@ OF_TAUGHT: tuple[dict[str, Any], ...] = (
 SHOWN: dict[str, Any] = TAUGHT | {"context": "{prompt} {success}", "success_at": 0.5, "advantage": "dr_grpo"}
 OF_SHOWN: tuple[dict[str, Any], ...] = (
     {"distillation": ("top_k", 0.3), "resume": True, "success_after": "b"},
-    {"distillation": ("advantage", 0), "mask": True, "reward_coef": 0.4, "sampling": "overlong"},
-    {"distillation": ("sampled", "k3"), "updates": "1 update", "reward_coef": 0.0},
+    {"distillation": ("advantage", 0), "mask": True, "reward_coef": 0.4, "success_at": 0.75},
+    {"distillation": ("sampled", "k3"), "updates": "1 update", "reward_coef": 0.0, "sampling": "overlong"},
     {"distillation": ("full", 1.0), "has_teacher": True, "sampling": "failures", "kl": "loss"},
 )
 """A teacher that reads another sample, if it is a success and short enough."""
@@ -318,6 +318,8 @@ def _levels(case: LocalCase) -> set[tuple[str, str]]:
         levels.add(("together", "prompts are dropped"))
     if options.get("value_clip") == 0.05 and options["updates"] != "1 update":
         levels.add(("together", "values are clipped"))
+    if options["policy"] == "ppo" and options["clip"][2] == 1.01 and options["updates"] != "1 update":
+        levels.add(("together", "negative advantages are clipped"))
     return levels
 
 
