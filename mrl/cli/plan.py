@@ -170,6 +170,8 @@ def _memory(subject: PlanInput, plan: MemoryPlan, *, verbose: bool) -> Iterator[
     if (nodes := engine_nodes(config)) > 1 and config.rollout.tp > config.cluster.devices_per_node:
         rate = node_link_bytes_per_s(subject) / 1e9
         yield f"  Each spans {nodes} nodes: its ranks are assumed to add up at {rate:.0f} GB/s over all network cards."
+    elif nodes > 1 and config.rollout.dp > 1:
+        yield f"  Each spans {nodes} nodes: every rank sends the tokens of its samples to the experts of all nodes."
     elif nodes > 1:
         yield f"  Each spans {nodes} nodes, which only pass hidden states from stage to stage."
     yield from _turns(config)

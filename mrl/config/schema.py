@@ -247,8 +247,8 @@ class RolloutConfig:
     """Pipeline stages of one engine, each of `tp` devices with a share of the layers. Stages may be on several
     nodes."""
     dp: Count = 1
-    """Devices of one engine of a mixture that generate different samples and share the experts. Needs
-    `vllm.enable_expert_parallel`."""
+    """Devices of one engine of a mixture that generate different samples and share the experts: devices of one node,
+    or all devices of several nodes. Needs `vllm.enable_expert_parallel`."""
     replicas: Count | None = None
     """Number of engines. Null starts as many as fit on their devices."""
     engine: Annotated[str, component("rollout engine", ENGINES)] = "vllm"

@@ -23,7 +23,7 @@ def engine_splits(placed: PlanInput, sizes: Sequence[int]) -> Iterator[dict[str,
     nodes = [num_nodes * config.cluster.devices_per_node for num_nodes in _NODES]
     splits = [(tp, 1, 1) for tp in (*sizes, *nodes)]
     splits += [(tp, size // tp, 1) for size in nodes for tp in (*sizes, *nodes) if tp < size and size % tp == 0]
-    splits += [(1, 1, dp) for dp in sizes if dp > 1]
+    splits += [(1, 1, dp) for dp in (*sizes, *nodes) if dp > 1]
     for tp, pp, dp in splits:
         one = {"rollout.tp": tp, "rollout.pp": 1, "rollout.dp": 1}
         split: dict[str, Any] = one | {"rollout.pp": pp, "rollout.dp": dp}

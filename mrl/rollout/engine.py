@@ -76,7 +76,9 @@ class EngineSettings:
     node: int = 0
     """Number of this process's node among them."""
     port: int = 0
-    """Port on the first of them where the engine's workers meet."""
+    """Port on the first of them where the engine's workers or processes meet."""
+    secret: str = field(default="", repr=False)
+    """Known only to the processes of this engine over several nodes."""
 
     @property
     def num_workers(self) -> int:

@@ -12,6 +12,7 @@ generate in another thread while the trainer computes, and receive weights when 
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import threading
 import time
@@ -272,7 +273,7 @@ class HybridEngine:
         settings, limit_s = self._settings(index), self._context.deadlines.call_s
         if len(devices) > 1:
             addresses = [resources.node(device.node_id).network.address for device in devices]
-            settings = replace(settings, nodes=tuple(addresses))
+            settings = replace(settings, nodes=tuple(addresses), secret=secrets.token_hex(32))
         worker = RayClassWithInitArgs(
             "mrl.rollout.replica:RolloutReplica", self._config.rollout.engine, settings, limit_s
         )

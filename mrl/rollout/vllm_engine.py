@@ -40,6 +40,7 @@ from mrl.rollout.quantization import gate_arguments
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.rollout.sampling_mask import NUM_TIES, mask_of, mask_width
 from mrl.rollout.vllm_data_parallel import DataParallelEngine
+from mrl.rollout.vllm_node_ranks import DataParallelFollower
 from mrl.rollout.vllm_processes import VllmFollower, end_engine, node_arguments, prepare_process, store_without_a_file
 from mrl.weight_sync.vllm_adapters import adapter_arguments
 from mrl.weight_sync.vllm_plugin import TRANSFER_BACKEND
@@ -50,15 +51,21 @@ _DISCARD_EVERYTHING = 2
 class VllmEngine(RolloutEngine):
     """A vLLM engine in this process. Several workers are separate processes."""
 
-    follower = staticmethod(lambda settings: VllmFollower(settings, engine_arguments(settings)))
+    follower = staticmethod(
+        lambda settings: (VllmFollower if settings.dp == 1 else DataParallelFollower)(
+            settings, engine_arguments(settings)
+        )
+    )
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
         prepare_process(settings)
         with store_without_a_file() if settings.num_workers == 1 else nullcontext():
             arguments = EngineArgs(**engine_arguments(settings))
-            make = DataParallelEngine if settings.dp > 1 else LLMEngine.from_engine_args
-            self._engine: Any = make(arguments)
+            is_one = settings.dp == 1
+            self._engine: Any = (
+                LLMEngine.from_engine_args(arguments) if is_one else DataParallelEngine(arguments, settings)
+            )
         init_info = {"sockets": str(settings.sockets), "replica": settings.replica}
         self._on_workers("init_weight_transfer_engine", init_info=init_info)
         if settings.pp > 1 and settings.device == "cpu":
@@ -169,8 +176,9 @@ class VllmEngine(RolloutEngine):
             raise RolloutError(reasons[0])
 
     def _num_written(self) -> Mapping[str, int]:
-        is_one = self.settings.dp == 1
-        states = self._engine.output_processor.request_states.values() if is_one else self._engine.request_states()
+        if isinstance(self._engine, DataParallelEngine):
+            return self._engine.num_written()
+        states = self._engine.output_processor.request_states.values()
         return {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
 
     def _drop_cache(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from multiprocessing.connection import wait
@@ -39,9 +39,14 @@ class VllmFollower(EngineFollower):
 
     def watch(self) -> None:
         processes = [worker.proc for worker in self._executor.workers]
-        ended = wait([process.sentinel for process in processes])
-        process = next(process for process in processes if process.sentinel in ended)
-        raise RolloutError(f"{process.name} of the engine, pid {process.pid}, has ended")
+        raise_if_ended(processes, wait([process.sentinel for process in processes]))
+
+
+def raise_if_ended(processes: Sequence[Any], ready: Sequence[Any]) -> None:
+    """Raise an error that names a process if its sentinel is ready: it has ended."""
+    for process in processes:
+        if process.sentinel in ready:
+            raise RolloutError(f"{process.name} of the engine, pid {process.pid}, has ended")
 
 
 def prepare_process(settings: EngineSettings) -> None:
@@ -92,6 +97,8 @@ def node_arguments(settings: EngineSettings) -> dict[str, Any]:
     """Return vLLM's arguments for an engine over several nodes: whole nodes, whose workers meet on the first."""
     if not settings.nodes:
         return {}
+    if settings.dp > 1:  # each data-parallel rank is an engine of vLLM on one node
+        return {"data_parallel_address": settings.nodes[0]}
     return {
         "nnodes": len(settings.nodes),
         "node_rank": settings.node,

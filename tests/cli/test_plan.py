@@ -50,6 +50,13 @@ def test_an_engine_over_two_machines_says_what_its_ranks_share(plan: Plan) -> No
     assert "Each spans 2 nodes: its ranks are assumed to add up at 280 GB/s over all network cards." in text
 
 
+def test_data_parallel_ranks_over_two_machines_say_what_they_send(plan: Plan) -> None:
+    words = "rollout.tp=1", "rollout.dp=16", "rollout.vllm.enable_expert_parallel=true"
+    text = plan("configs/grpo-qwen3-30b-a3b-2n8g.yaml", *words)[1]
+    assert "1 engine with tp 1 and dp 16" in text
+    assert "Each spans 2 nodes: every rank sends the tokens of its samples to the experts of all nodes." in text
+
+
 def test_every_number_has_an_origin(plan: Plan) -> None:
     text = plan(PRESET, "--verbose")[1]
     assert "train actor (all):" in text

@@ -120,19 +120,19 @@ def engine_splits(subject: PlanInput) -> set[tuple[int, int, int]]:
     return {(given["rollout.tp"], given["rollout.pp"], given["rollout.dp"]) for given in changes}
 
 
-def test_stages_are_tried_over_nodes_and_data_parallel_ranks_within_one() -> None:
+def test_stages_and_data_parallel_ranks_are_tried_over_nodes() -> None:
     mixture = "grpo-deepseek-v3-32n8g"
     splits = engine_splits(subject_of(mixture, algorithm__router_replay="none"))
     over_two, over_four = {(1, 16), (2, 8), (4, 4), (8, 2)}, {(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)}
     assert {(tp, pp) for tp, pp, _ in splits if pp > 1} == over_two | over_four
-    assert {split for split in splits if split[2] > 1} == {(1, 1, 2), (1, 1, 4), (1, 1, 8)}
+    assert {split for split in splits if split[2] > 1} == {(1, 1, dp) for dp in (2, 4, 8, 16, 32)}
     dense = engine_splits(subject_of("grpo-llama3.1-405b-18n8g"))
     assert all(dp == 1 for _, _, dp in dense), "there are no experts to share"
 
 
 def test_splits_that_a_rule_forbids_are_not_tried() -> None:
     """vLLM returns no routes from engines with stages."""
-    tensor_ranks, data_parallel = {(tp, 1, 1) for tp in (1, 2, 4, 8, 16, 32)}, {(1, 1, dp) for dp in (2, 4, 8)}
+    tensor_ranks, data_parallel = {(tp, 1, 1) for tp in (1, 2, 4, 8, 16, 32)}, {(1, 1, dp) for dp in (2, 4, 8, 16, 32)}
     assert engine_splits(subject_of("grpo-deepseek-v3-32n8g")) == tensor_ranks | data_parallel
 
 

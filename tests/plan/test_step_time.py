@@ -141,18 +141,19 @@ def test_stages_share_cache_and_products_but_each_part_of_the_samples_reads_all_
     assert cache_s == pytest.approx(0.5)
 
 
-def test_data_parallel_ranks_read_the_experts_that_the_tokens_of_all_ranks_choose() -> None:
-    """Qwen3-30B-A3B: 48 layers, 8 of 128 experts per token, h 2048."""
+@pytest.mark.parametrize("dp", [8, 16])
+def test_data_parallel_ranks_read_the_experts_that_the_tokens_of_all_ranks_choose(dp: int) -> None:
+    """Qwen3-30B-A3B: 48 layers, 8 of 128 experts per token, h 2048. Sixteen ranks are on two nodes."""
     vllm = "{enable_expert_parallel: true, enable_prefix_caching: true}"
-    changes = {"rollout__vllm": vllm, "algorithm__router_replay": "none", "rollout__tp": 1, "rollout__dp": 8}
+    changes = {"rollout__vllm": vllm, "algorithm__router_replay": "none", "rollout__tp": 1, "rollout__dp": dp}
     of = subject_of("grpo-qwen3-30b-a3b-2n8g", **changes)
     spec, device = of.specs["actor"], of.hardware
     step_s = decode_step(of, engine := engine_memory(of.config, spec, device))
     weights = next(size for name, size, _ in engine.parts if name == "weights")
     experts = 48 * 128 * 3 * 2048 * 768 / spec.num_parameters * weights
     bytes_per_s = device.memory_bytes_per_s * ASSUMPTIONS.decode_bandwidth
-    touched = (1 - 8 / 128) ** 8 - (1 - 8 / 128) ** 16
-    sent_s = 48 * 2 * 2 * 2048 * 7 * seconds_per_byte(of, 8)
+    touched = (1 - 8 / 128) ** dp - (1 - 8 / 128) ** (2 * dp)
+    sent_s = 48 * 2 * 2 * 2048 * (dp - 1) * seconds_per_byte(of, dp)
     assert step_s(2, 0) - step_s(1, 0) == pytest.approx(touched * experts / bytes_per_s + sent_s)
 
 

@@ -8,6 +8,8 @@ of other ranks' experts have the weight zero.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 from mrl.rollout import vllm_engine
-from mrl.rollout.engine import EngineSettings
+from mrl.rollout.engine import EngineFollower, EngineSettings
 from mrl.weight_sync import vllm_receiver
 
 _apply = CPUUnquantizedExperts.apply
@@ -26,10 +28,21 @@ _apply = CPUUnquantizedExperts.apply
 
 class ExpertParallelEngine(vllm_engine.VllmEngine):
     def __init__(self, settings: EngineSettings) -> None:
-        own = {"worker_extension_cls": f"{__name__}.WorkerExtension"}  # each worker loads this module
-        arguments = vllm_engine.engine_arguments(settings) | own
-        with mock.patch.object(vllm_engine, "engine_arguments", return_value=arguments):
+        with _own_worker(settings):
             super().__init__(settings)
+
+    @staticmethod
+    def follower(settings: EngineSettings) -> EngineFollower:
+        with _own_worker(settings):
+            return vllm_engine.VllmEngine.follower(settings)
+
+
+@contextmanager
+def _own_worker(settings: EngineSettings) -> Iterator[None]:
+    own = {"worker_extension_cls": f"{__name__}.WorkerExtension"}  # each worker loads this module
+    arguments = vllm_engine.engine_arguments(settings) | own
+    with mock.patch.object(vllm_engine, "engine_arguments", return_value=arguments):
+        yield
 
 
 class WorkerExtension(vllm_receiver.WorkerExtension):

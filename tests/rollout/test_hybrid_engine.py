@@ -453,11 +453,14 @@ def test_an_engine_over_two_nodes_has_a_process_on_each_with_the_gpus_there(make
     assert group.slots.visible_gpus == ["actor-gpu0,actor-gpu1", "actor-gpu2,actor-gpu3"]
     assert group.mesh == Mesh(2, tp=2)
     assert group.worker.args[1].nodes == ("address of actor0", "address of actor2")
+    secrets = {group.worker.args[1].secret}
     assert stage.arguments["actor", "prepare_sending"][0].layout.hosts == (0, 1, 2, 3), "one worker for each device"
     engine, stage = make(TOGETHER, "llama_tied", tp=2, pp=2, device="gpu", devices_per_node=2)
     engine.connect()
     assert stage.started["rollout-0"].worker.args[1].pp == 2
     assert stage.started["rollout-0"].worker.args[1].nodes == ("address of actor0", "address of actor2")
+    secrets.add(stage.started["rollout-0"].worker.args[1].secret)
+    assert [len(secret) for secret in secrets] == [64, 64], "each engine has its own"
     route = stage.arguments["actor", "prepare_sending"][0]
     assert route.layout.sizes == EngineSizes(2, pp=2)
     assert [path.stem for path in route.sockets] == [f"rollout-0-{worker}" for worker in range(4)]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,10 +39,11 @@ def test_ranks_that_share_experts_compute_with_each_version(
         name for name in first if "routed_experts" in name
     }, "attention is the same on both ranks, and the experts are others"
     engine.start(requests(3, 1, 12), SAMPLING)
-    loads = sorted(rank.engine.get_num_unfinished_requests() for rank in engine._engine._ranks)
-    assert loads == [1, 2]
+    ranks = engine._engine._nodes[0].__self__._ranks
+    assert [rank.engine.get_num_unfinished_requests() for rank in ranks] == engine._engine._loads == [2, 1]
     engine.step()
     engine.abort()
+    assert [rank.engine.get_num_unfinished_requests() for rank in ranks] == engine._engine._loads == [0, 0]
     assert_follows(engine, oracle, [small("qwen3_moe", 1)])
     assert_same(engine, oracle, requests(1, 1, 12), SAMPLING)  # the other rank has no sample
     for either in (engine, oracle):
@@ -62,7 +60,7 @@ def changing(make_engine: Callable[..., RolloutEngine], small: Small) -> Any:
     # Twelve blocks of the cache are too few for a rank's samples: vLLM computes some of them again.
     options = {"enable_expert_parallel": True, "num_gpu_blocks_override": 12}
     engine: Any = make_engine(ENGINE, small("qwen3_moe"), dp=2, routes=True, in_flight=True, **options)
-    assert not engine._engine._ranks[0].engine.vllm_config.scheduler_config.async_scheduling
+    assert not engine._engine._nodes[0].__self__._ranks[0].engine.vllm_config.scheduler_config.async_scheduling
     return engine
 
 
@@ -106,21 +104,3 @@ def test_all_ranks_continue_with_weights_that_arrive_in_flight(changing: Any, sm
         request = next(request for request in later if request.key == key)
         assert (sample.weight_version, sample.switches) == (2, ())
         np.testing.assert_allclose(sample.log_probs, log_probs(second, request, sample), rtol=0, atol=1e-4)
-
-
-def test_an_error_on_a_rank_ends_the_pass_while_another_rank_waits() -> None:
-    from mrl.rollout.vllm_data_parallel import DataParallelEngine
-
-    released = threading.Event()
-
-    def die() -> list[Any]:
-        raise RuntimeError("the worker has died")
-
-    engine: Any = DataParallelEngine.__new__(DataParallelEngine)
-    engine._threads, engine._rank_of = ThreadPoolExecutor(2), {}
-    engine._ranks = [SimpleNamespace(step=lambda: released.wait(4) and []), SimpleNamespace(step=die)]
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="the worker has died"):
-        engine.step()
-    assert time.monotonic() - began < 3, "the error waits for no other rank"
-    released.set()

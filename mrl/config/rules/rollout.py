@@ -86,7 +86,7 @@ def _size_problem(config: Config, what: str, sizes: list[int]) -> Problem:
 
 def _data_parallel(config: Config) -> Iterator[Problem]:
     """Yield a problem for each setting that engines with data-parallel attention do not support."""
-    rollout, lora, here = config.rollout, config.actor.lora, config.cluster.devices_per_node
+    rollout, lora = config.rollout, config.actor.lora
     if rollout.dp == 1:
         return
     if rollout.engine != "vllm":
@@ -95,11 +95,6 @@ def _data_parallel(config: Config) -> Iterator[Problem]:
     if rollout.tp * rollout.pp > 1:
         what = f"{rollout.dp} together with tp {rollout.tp} and pp {rollout.pp} has not been compared"
         yield problem("rollout.dp", what, "rollout.tp=1 and rollout.pp=1, or rollout.dp=1")
-    if rollout.dp > here:
-        what = (
-            f"{rollout.dp} is more than the {here} devices of a node, where one process directs all ranks of the engine"
-        )
-        yield problem("rollout.dp", what, nearest("rollout.dp", [here]))
     if not rollout.vllm.get("enable_expert_parallel"):
         key = "rollout.vllm.enable_expert_parallel"
         yield problem(key, f"not true: {rollout.dp} data-parallel ranks share whole experts", f"{key}=true")
