@@ -40,7 +40,7 @@ def _config(path: Path, model: Path, max_response_tokens: int = 8, **run: Any) -
     return write_run(path, model, rollout=split | {"vllm": vllm} | limits, **run)
 
 
-def _over(address: str, num_nodes: int = 2) -> str:
+def over(address: str, num_nodes: int = 2) -> str:
     return f"cluster={{nodes: {num_nodes}, devices_per_node: 1, ray_address: '{address}'}}"
 
 
@@ -59,7 +59,7 @@ def test_a_run_with_an_engine_over_two_hosts_is_the_run_of_one(
     config, directory = _config(tmp_path / "two.yaml", model, **run), tmp_path / "runs" / "two"
     names = ["eth0", "ens7", "eth1", "ens8"][:num_nodes]
     with hosts(names) as some, ray_on(some, tmp_path, "--num-cpus=1") as address:
-        some[0].mrl("train", str(config), _over(address, num_nodes), "--quiet", cwd=tmp_path)
+        some[0].mrl("train", str(config), over(address, num_nodes), "--quiet", cwd=tmp_path)
     started = [record.event for record in read_events(directory / "events.jsonl")]
     sizes = {event.role: event.world_size for event in started if isinstance(event, WorkersStarted)}
     assert sizes["rollout-0"] == 2, "one process on each host"
@@ -85,11 +85,11 @@ def test_an_engine_over_two_hosts_that_loses_a_process_is_replaced(
     config = _config(tmp_path / "hurt.yaml", model, 48, split=split, **TOGETHER, training=steps)
     run = tmp_path / "runs" / "hurt"
     with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=1") as address, ThreadPoolExecutor(1) as t:
-        trains = t.submit(both[0].mrl, "train", str(config), _over(address), *RESTARTS, cwd=tmp_path)
+        trains = t.submit(both[0].mrl, "train", str(config), over(address), *RESTARTS, cwd=tmp_path)
         for number, (rank, victim) in enumerate(victims, 1):
-            _wait(run, trains, lambda n=number: has_begun(run, "rollout", step=n + 1))  # type: ignore[misc]
-            both[rank].run("sh", "-c", f"kill -9 {victim.format(_engine(run).pids[rank])}")
-            _wait(run, trains, lambda n=number: _is_replaced(run, n))  # type: ignore[misc]
+            wait_for(run, trains, lambda n=number: has_begun(run, "rollout", step=n + 1))  # type: ignore[misc]
+            both[rank].run("sh", "-c", f"kill -9 {victim.format(engine_of(run).pids[rank])}")
+            wait_for(run, trains, lambda n=number: is_replaced(run, n))  # type: ignore[misc]
             assert [len(host.processes("VLLM::Worker")) for host in both] == [1, 1], "those of the lost engine ended"
         trains.result()
     assert not times(run, RunRestarted)
@@ -101,18 +101,18 @@ def test_an_engine_over_two_hosts_that_loses_a_process_is_replaced(
     assert figures(untimed(run)) == [pytest.approx(step, rel=1e-4) for step in figures(metrics_alone(config, *alone))]
 
 
-def _is_replaced(run: Path, num_lost: int) -> bool:
+def is_replaced(run: Path, num_lost: int) -> bool:
     lost = times(run, ReplicaLost)
     return len(lost) == num_lost and times(run, ReplicaServes)[-1] > lost[-1]
 
 
-def _engine(run: Path) -> WorkersStarted:
+def engine_of(run: Path) -> WorkersStarted:
     """Return the last start of the engine, with its processes on both hosts."""
     started = [record.event for record in read_events(run / "events.jsonl")]
     return [event for event in started if isinstance(event, WorkersStarted) and event.role == "rollout-0"][-1]
 
 
-def _wait(run: Path, trains: Future[str], condition: Callable[[], bool]) -> None:
+def wait_for(run: Path, trains: Future[str], condition: Callable[[], bool]) -> None:
     wait_until(lambda: trains.done() or ((run / "events.jsonl").exists() and condition()), 200)
     assert not trains.done(), trains.result()
 
@@ -123,11 +123,11 @@ def test_a_run_whose_engine_loses_its_second_host_waits_for_another(model: Path,
     config = _config(tmp_path / "lost.yaml", model, 48, **TOGETHER, training={"steps": 3, "save_every": 1})
     run, limits = tmp_path / "runs" / "lost", ("deadlines.resources_s=120", *RESTARTS)
     with hosts(["eth0", "ens7"]) as both, ray_on(both, tmp_path, "--num-cpus=1") as address, ThreadPoolExecutor(1) as t:
-        trains = t.submit(both[0].mrl, "train", str(config), _over(address), *limits, cwd=tmp_path)
-        _wait(run, trains, lambda: has_begun(run, "rollout", step=2))
+        trains = t.submit(both[0].mrl, "train", str(config), over(address), *limits, cwd=tmp_path)
+        wait_for(run, trains, lambda: has_begun(run, "rollout", step=2))
         both[1].kill_all()
         lost = time.time()
-        _wait(run, trains, lambda: bool(times(run, RunRestarted)))
+        wait_for(run, trains, lambda: bool(times(run, RunRestarted)))
         assert times(run, RunRestarted)[0] - lost < RESTARTS_S
         with ray_of(both[1], f"--address={both[0].address}:{RAY_PORT}", "--num-cpus=1") as again:
             again.await_start(120)
