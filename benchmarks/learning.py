@@ -102,7 +102,8 @@ def main() -> int:
     for algorithm in CHANGES:
         if ours := [row for row in bench.rows if row["algorithm"] == algorithm]:
             bench.row(algorithm=algorithm, seed=MEAN, **means(ours))
-            goal = f"{algorithm}: sampled accuracy after {arguments.steps} steps, mean of {len(ours)} seeds"
+            seeds = "1 seed" if len(ours) == 1 else f"mean of {len(ours)} seeds"
+            goal = f"{algorithm}: sampled accuracy after {arguments.steps} steps, {seeds}"
             bench.goal(goal, bench.rows[-1]["after"], at_least=GOAL)
     return bench.finish(arguments)
 
