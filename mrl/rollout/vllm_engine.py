@@ -207,11 +207,11 @@ def _sample(output: RequestOutput, version: int, vocab: int) -> Generated:
     if sample.finish_reason not in ("stop", "length"):
         what = f"vLLM ended this sample with the finish reason `{sample.finish_reason}`"
         raise RolloutError(what, where=output.request_id)
-    token_ids, of_tokens, mask = np.asarray(sample.token_ids, np.int32), sample.logprobs, None
-    log_probs = np.asarray(of_tokens.logprobs, np.float32)
-    if len(log_probs) > len(of_tokens):  # of each token the sampled one, then the likeliest
-        ids_TM = np.asarray(of_tokens.token_ids, np.int32).reshape(len(of_tokens), -1)
-        log_probs_TM = log_probs.reshape(len(of_tokens), -1)
+    token_ids, mask = np.asarray(sample.token_ids, np.int32), None
+    log_probs = np.asarray(sample.logprobs.logprobs, np.float32)
+    if len(log_probs) > len(token_ids):  # of each token the sampled one, then the likeliest
+        ids_TM = np.asarray(sample.logprobs.token_ids, np.int32).reshape(len(token_ids), -1)
+        log_probs_TM = log_probs.reshape(len(token_ids), -1)
         mask = mask_of(output.request_id, token_ids, ids_TM[:, 1:], log_probs_TM[:, 1:], vocab)
         log_probs = log_probs_TM[:, 0]
     return Generated(output.request_id, token_ids, log_probs, sample.finish_reason, version, sampling_mask=mask)

@@ -29,7 +29,7 @@ from mrl.rollout.engine import EngineSettings
 from mrl.rollout.requests import GenerationRequest, Sampling
 from mrl.rollout.vllm_channel import VllmChannel, accept_followers, connect_to_first
 from mrl.rollout.vllm_data_parallel import DataParallelEngine
-from mrl.rollout.vllm_engine import _sampling_params, engine_arguments
+from mrl.rollout.vllm_engine import _sample, _sampling_params, engine_arguments
 from mrl.rollout.vllm_node_ranks import DataParallelFollower, NodeRanks, node_ranks, ports_of, set_ports
 from tests.rollout.conftest import Small
 
@@ -122,7 +122,7 @@ def test_a_follower_takes_no_orders_from_a_process_without_the_secret(settings: 
 def test_samples_and_parameters_arrive_as_they_were(channels: tuple[VllmChannel, VllmChannel]) -> None:
     first, other = channels
     request = GenerationRequest("a/0", "a", np.arange(3, dtype=np.int32), (1 << 63) - 1, 7, stop=("end",))
-    params = _sampling_params(request, Sampling(0.7, 0.9, 5, (3, 4), ("stop",), alone=True))
+    params = _sampling_params(request, Sampling(0.7, 0.9, 5, (3, 4), ("stop",), alone=True), 100)
     routes = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
     flat = FlatLogprobs(logprobs=[-0.1, -2.5])
     sample = CompletionOutput(0, "", [5, 6], None, flat, routed_experts=routes, finish_reason="stop")
@@ -138,8 +138,9 @@ def test_samples_and_parameters_arrive_as_they_were(channels: tuple[VllmChannel,
     assert isinstance(taken[0][2], SamplingParams)
     assert (finished.request_id, finished.finished, finished.num_cached_tokens) == ("a/0", True, 32)
     assert (len(finished.prompt_token_ids), finished.outputs[0].finish_reason) == (2, "stop")
-    assert finished.outputs[0].token_ids.tolist() == [5, 6]
-    np.testing.assert_array_equal(finished.outputs[0].logprobs.logprobs, np.float32([-0.1, -2.5]))
+    drawn = _sample(finished, 3, 100)
+    assert (drawn.token_ids.tolist(), drawn.sampling_mask) == ([5, 6], None)
+    np.testing.assert_array_equal(drawn.log_probs, np.float32([-0.1, -2.5]))
     for arrived in (finished.outputs[0].routed_experts, arrays["routes"]):
         np.testing.assert_array_equal(arrived, routes)
         assert arrived.dtype == np.int16
