@@ -15,6 +15,7 @@ from mrl.config.arithmetic import (
     gets_adapters_only,
     has_own_rollout_pool,
     longest_sample_tokens,
+    mask_bytes,
     num_engines,
     samples_per_step,
 )
@@ -34,7 +35,6 @@ from mrl.plan.search import Changes, advise, found_lines, search
 from mrl.plan.timing import Lengths, assumed_lengths, node_link_bytes_per_s, plan_time
 from mrl.preflight.findings import SFT_ADVICE
 from mrl.preflight.node_facts import usable_memory_bytes
-from mrl.rollout.sampling_mask import mask_bytes
 
 EXAMPLE = "mrl plan configs/ppo-llama3.1-70b-8n8g.yaml actor.parallel.pp=2"
 _DOES_NOT_FIT = 2

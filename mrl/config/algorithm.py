@@ -205,6 +205,8 @@ class DistillationConfig:
 
 LARGEST_MASK = 128
 """Largest `rollout.top_k` with a sampling mask: the bytes of a mask are proportional to it."""
+NUM_TIES = 8
+"""Number of tokens above `top_k` in a mask: vLLM also keeps the tokens whose logit equals the last one of the top k."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.algorithm import CHOOSING_LOSSES, NORM_ADVANTAGES, REFERENCE_ADVANTAGES, AlgorithmConfig
+from mrl.config.algorithm import CHOOSING_LOSSES, NORM_ADVANTAGES, NUM_TIES, REFERENCE_ADVANTAGES, AlgorithmConfig
 from mrl.config.mesh import Mesh
 from mrl.config.schema import (
     BatchConfig,
@@ -199,3 +199,13 @@ def engine_nodes(config: Config) -> int:
 
 def num_engines(config: Config) -> int:
     return config.rollout.replicas or rollout_devices(config) // config.rollout.num_devices
+
+
+def mask_width(top_k: int, vocab: int) -> int:
+    """Return the number of likeliest tokens that must be known to know a whole sampling mask."""
+    return min(top_k + NUM_TIES, vocab)
+
+
+def mask_bytes(top_k: int) -> int:
+    """Return the largest number of bytes of a token's sampling mask, of int32."""
+    return 4 * (top_k + NUM_TIES)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from mrl.config.arithmetic import longest_sample_tokens, role_devices, samples_per_step, updates_per_step
+from mrl.config.arithmetic import longest_sample_tokens, mask_bytes, role_devices, samples_per_step, updates_per_step
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig
 from mrl.models.spec import ModelSpec
 from mrl.models.table import hf_tensors
 from mrl.plan.known_models import model_spec
-from mrl.rollout.sampling_mask import mask_bytes
 
 _BYTES_PER_TOKEN = 64
 """Token ids, masks and log-probs, each in samples and batch; values, advantages and the text."""

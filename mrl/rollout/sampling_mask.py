@@ -5,21 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from mrl.config.algorithm import NUM_TIES
 from mrl.errors import RolloutError
 from mrl.rollout.requests import Mask
-
-NUM_TIES = 8
-"""Number of tokens above `top_k` in a mask: vLLM also keeps the tokens whose logit equals the last one of the top k."""
-
-
-def mask_width(top_k: int, vocab: int) -> int:
-    """Return the number of likeliest tokens that must be known to know the whole mask."""
-    return min(top_k + NUM_TIES, vocab)
-
-
-def mask_bytes(top_k: int) -> int:
-    """Return the largest number of bytes of a token's mask."""
-    return np.dtype(np.int32).itemsize * (top_k + NUM_TIES)
 
 
 def mask_of(

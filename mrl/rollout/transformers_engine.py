@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from mrl.config.arithmetic import mask_width
 from mrl.errors import RolloutError
 from mrl.models.families import FAMILIES
 from mrl.models.hf_config import HfConfig
@@ -21,7 +22,7 @@ from mrl.models.mla import set_latent_epsilon
 from mrl.models.stored import as_in_files
 from mrl.rollout.engine import EngineSettings, FreeMemory, Part, RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.rollout.sampling_mask import mask_of, mask_width
+from mrl.rollout.sampling_mask import mask_of
 from mrl.weight_sync.digest import Digests
 from mrl.weight_sync.ipc import IpcReceiver, socket_path
 

@@ -25,7 +25,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from mrl.config.algorithm import LARGEST_MASK
+from mrl.config.algorithm import LARGEST_MASK, NUM_TIES
+from mrl.config.arithmetic import mask_width
 from mrl.config.libraries.vllm_fields import OWNED
 from mrl.errors import RolloutError
 from mrl.files import write_text
@@ -38,7 +39,7 @@ from mrl.rollout.engine_adapters import EngineAdapters
 from mrl.rollout.engine_routes import EngineRoutes, route_arguments
 from mrl.rollout.quantization import gate_arguments
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.rollout.sampling_mask import NUM_TIES, mask_of, mask_width
+from mrl.rollout.sampling_mask import mask_of
 from mrl.rollout.vllm_data_parallel import DataParallelEngine
 from mrl.rollout.vllm_node_ranks import DataParallelFollower
 from mrl.rollout.vllm_processes import VllmFollower, end_engine, node_arguments, prepare_process, store_without_a_file

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.config.algorithm import LARGEST_MASK
+from mrl.config.algorithm import LARGEST_MASK, NUM_TIES
+from mrl.config.arithmetic import mask_bytes, mask_width
 from mrl.errors import RolloutError
 from mrl.rollout.engine import RolloutEngine
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
-from mrl.rollout.sampling_mask import NUM_TIES, mask_bytes, mask_of, mask_width
+from mrl.rollout.sampling_mask import mask_of
 from tests.rollout.conftest import VOCAB, Small, requests, run
 
 IDS = np.array([[4, 9, 2, 7], [9, 4, 7, 2], [2, 7, 4, 9]], np.int64)
