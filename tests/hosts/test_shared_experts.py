@@ -15,7 +15,7 @@ from tests.hosts.conftest import write_run
 from tests.hosts.hosts import Host, hosts, ray_on
 from tests.hosts.shared_experts import ENGINE
 from tests.hosts.test_engines import TOGETHER, VICTIMS, engine_of, is_replaced, over, wait_for
-from tests.hosts.test_lost_host import figures, has_begun
+from tests.hosts.test_lost_host import figures, has_begun, wait_until
 from tests.trainer.test_router_replay_run import make_mixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.on_demand]
@@ -71,7 +71,8 @@ def test_an_engine_whose_ranks_lose_a_process_is_replaced(mixture: Path, tmp_pat
             wait_for(run, trains, lambda n=number: has_begun(run, "rollout", step=n + 1))  # type: ignore[misc]
             both[rank].run("sh", "-c", f"kill -9 {victim.format(engine_of(run).pids[rank])}")
             wait_for(run, trains, lambda n=number: is_replaced(run, n))  # type: ignore[misc]
-            assert [len(host.processes("VLLM::Worker")) for host in both] == [1, 1], "those of the lost engine ended"
+            # Those of the lost engine have ended.
+            wait_until(lambda: [len(host.processes("VLLM::Worker")) for host in both] == [1, 1], 10)
         trains.result()
     events = [record.event for record in read_events(run / "events.jsonl")]
     reasons = [event.reason for event in events if isinstance(event, ReplicaLost)]

@@ -65,7 +65,7 @@ def test_texts_of_the_run_and_of_a_format_both_end_a_sample() -> None:
         *((of_run, (), ["END"]), (of_run, ("</call>",), ["END", "</call>"])),
         *((Sampling(), ("</call>",), ["</call>"]), (Sampling(), (), [])),
     ):
-        params = _sampling_params(replace(plain, stop=own), sampling)
+        params = _sampling_params(replace(plain, stop=own), sampling, 100)
         assert (params.stop, params.detokenize) == (stops, bool(stops))
 
 

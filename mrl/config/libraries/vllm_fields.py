@@ -36,6 +36,7 @@ OWNED = {
     "skip_tokenizer_init": "mrl: engines read token ids, and text only for `stop`",
     "disable_log_stats": "mrl, to true: its own metrics count tokens and times",
     "logprobs_mode": "mrl, to processed_logprobs: ratios need the log-probs of the sampled distribution",
+    "max_logprobs": "mrl: sampling masks are read as log-probs",
     "enable_sleep_mode": "mrl: engines on GPUs make room while the trainer works",
     "weight_transfer_config": _WEIGHTS,
     "worker_extension_cls": _WEIGHTS,
@@ -109,8 +110,8 @@ ENGINE = FieldRules(
     refused={
         **_NOWHERE,
         "enable_return_routed_experts": "use algorithm.router_replay=R3, which sets it",
-        "return_sampling_mask": _NOT_ASKED,
-        **dict.fromkeys(("max_logprobs", "aux_output_config", "max_num_queued_*", "max_num_active_seqs"), _NOT_ASKED),
+        "return_sampling_mask": "use algorithm.keep_sampling_mask, which reads masks as log-probs",
+        **dict.fromkeys(("aux_output_config", "max_num_queued_*", "max_num_active_seqs"), _NOT_ASKED),
         **dict.fromkeys(("*lora*", "specialize_active_lora"), _ADAPTERS),
         **dict.fromkeys(("speculative_config", "spec_*"), _DRAFTS),
         **dict.fromkeys(("kv_offloading_*", "prefix_cache_retention_interval"), _CACHES),
