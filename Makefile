@@ -1,7 +1,7 @@
 # All commands for developers. A fresh clone needs only Python 3.11 or 3.12: each target first creates .venv (a few
 # minutes, once). `make PYTHON=/path/to/python3.12 install` chooses another Python.
 .DEFAULT_GOAL := help
-.PHONY: help install install-cuda install-sglang demo unit types test test-slow test-presets test-hosts sweep sweep-part test-extras test-sglang test-py312 test-contracts refresh-contracts lint bench docs clean
+.PHONY: help install install-cuda install-sglang install-unit demo unit types test test-slow test-presets test-hosts sweep sweep-part test-extras test-sglang test-py312 test-contracts refresh-contracts lint bench docs clean
 
 # If this were set, every process of a test or run would compile mrl's modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,9 +35,11 @@ install-sglang: install ## create .venv-sglang, for rollout.engine=sglang: 1.4 G
 demo: install ## train a small model on this machine
 	@$(BIN)/mrl demo
 
-UNIT := algos config data models protocol plan cli
-unit: ## the quick tests without Ray, Megatron and vLLM, in an environment without them: a minute
+install-unit:
 	$(call environment,.venv-unit)
+
+UNIT := algos config data models protocol plan cli
+unit: install-unit ## the quick tests without Ray, Megatron and vLLM, in an environment without them: a minute
 	PYTHONPATH=$(CURDIR) MRL_ALGO_CASES=50 MRL_FUZZ_S=0.3 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
 
 JOBS := 2

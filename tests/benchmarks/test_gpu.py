@@ -79,6 +79,7 @@ def test_a_part_that_would_not_end_in_time_is_skipped() -> None:
     assert "reached" not in run.stdout
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_the_place_where_it_hangs() -> None:
     hangs = "__import__('time').sleep(60)"
     code = f"from benchmarks import gpu_session; gpu_session._GRACE_S = 0.5\n{REPLACED.format(body=hangs)}"

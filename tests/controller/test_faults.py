@@ -204,6 +204,7 @@ def test_where_one_raises_and_the_others_answer_the_group_ends(
     assert_ended(run_context, group, caught.value)
 
 
+@pytest.mark.slow
 def test_an_agent_that_dies_takes_the_ranks_of_its_node_along(run_context: RunContext) -> None:
     resources = run_context.resources
     home = resources.nodes[0]

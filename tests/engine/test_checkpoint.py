@@ -125,6 +125,7 @@ def test_the_same_layout_goes_on_to_the_bit(outcome: Outcome) -> None:
             assert resumed[0] == (expected, [])  # losses, norms and the next random number
 
 
+@pytest.mark.slow
 def test_other_layouts_go_on_as_well(outcome: Outcome) -> None:
     for model, layouts, ranks in outcome.runs:
         tolerance = 1e-5 if model.dtype == "float32" else 2e-2
@@ -135,6 +136,7 @@ def test_other_layouts_go_on_as_well(outcome: Outcome) -> None:
             assert said == ["the checkpoint has another layout: random states are not restored"] * 4
 
 
+@pytest.mark.slow
 def test_one_rank_goes_on_with_what_four_have_saved(outcome: Outcome) -> None:
     cases = [(model, Layout()) for model, _, _ in outcome.runs]
     (alone,) = run_distributed(1, resume_all, cases, timeout_s=LIMIT_S)
@@ -143,6 +145,7 @@ def test_one_rank_goes_on_with_what_four_have_saved(outcome: Outcome) -> None:
         assert_goes_on([expected for expected, _ in ranks], [found], tolerance)
 
 
+@pytest.mark.slow
 def test_the_manifest_says_what_is_there(outcome: Outcome) -> None:
     model = outcome.runs[0][0]
     directory = Path(model.directory)
@@ -179,6 +182,7 @@ def agreeing() -> list[tuple[str, str]]:
     return [told(errors) for errors in cases]
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_rank_is_everybodys_and_its_own_is_its_own(outcome: Outcome) -> None:
     first, second, third, _ = outcome.agreed  # a rank without the error would wait forever
     assert third[1:3] == [first[1], second[2]]
@@ -242,6 +246,7 @@ def attempts(path: str, other: str, directory: str) -> dict[str, str]:
     return said
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_refused_on_all_ranks(outcome: Outcome) -> None:
     first, second, *_ = outcome.refusals
     good = outcome.directory / "good"

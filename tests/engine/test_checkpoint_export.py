@@ -93,6 +93,7 @@ def test_so_it_is_for_the_other_layouts(tmp_path: Path) -> None:
         assert_same_weights(case)
 
 
+@pytest.mark.slow
 def test_transformers_loads_an_export(cases: list[Case]) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -141,7 +141,7 @@ EXPERTS = ParallelConfig(tp=2, ep=2, sequence_parallel=True)
         pytest.param("llama", 4, ParallelConfig(pp=2), "ddp", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 4, EXPERTS, "ddp", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, EXPERTS, "megatron", marks=pytest.mark.slow),
-        ("deepseek_v3", 2, EXPERTS, "latent"),
+        pytest.param("deepseek_v3", 2, EXPERTS, "latent", marks=pytest.mark.slow),
         pytest.param("llama", 2, ParallelConfig(pp=2), "megatron", marks=pytest.mark.slow),
     ],
 )

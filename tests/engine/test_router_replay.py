@@ -153,6 +153,7 @@ def test_forced_experts_give_the_gradients_of_transformers(family: str, tmp_path
     assert compared > 20
 
 
+@pytest.mark.slow
 def test_every_layout_replays_as_one_rank_does(tmp_path: Path) -> None:
     from tests.models.tiny_models import make_tiny
 

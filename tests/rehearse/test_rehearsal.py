@@ -84,6 +84,7 @@ def test_the_plan_is_within_3_percent(
     assert "rehearsing" in shown.err
 
 
+@pytest.mark.slow
 def test_a_mixture_holds_nothing_between_its_updates(tmp_path: Path) -> None:
     recompute = "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}"
     (kind,) = rehearsed(
@@ -120,6 +121,7 @@ def test_numbers_for_the_whole_vocabulary_are_found(capsys: pytest.CaptureFixtur
     assert re.search(r"`train actor` differs from the plan by \+\d", shown)
 
 
+@pytest.mark.slow
 def test_operations_are_the_models_and_buckets_are_planned(tmp_path: Path) -> None:
     spec = preset("grpo-qwen2.5-0.5b-1n1g.yaml").specs["actor"]
     (kind,) = rehearsed(tmp_path, SMALL, "--role", "actor")
