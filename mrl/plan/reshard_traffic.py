@@ -34,6 +34,7 @@ def _in_fp8(
     return sizes_for_fp8(spec, layout, shards, sizes, form)
 
 
+@cache  # a search asks for each of its layouts
 def handed_over(spec: ModelSpec, sizes: EngineSizes, dtype: str) -> tuple[int, int]:
     """Return the bytes that the worker of an engine with the most gets, and those of the largest tensor."""
     return largest_stage(spec, sizes, lambda tensor: math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype or dtype])

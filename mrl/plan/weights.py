@@ -176,14 +176,33 @@ def _building_bytes(rank_buffers: Sequence[Buffer], item: int, gradient_item: in
     return most
 
 
-def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> list[Buffer]:
+class _BufferForm(NamedTuple):
+    """Properties of all buffers of a rank."""
+
+    item: int
+    """Bytes of a number of the model."""
+    limit: int | None
+    """Elements after which the first chunk begins another bucket."""
+    multiple: int
+    """Every bucket is padded to a multiple of this."""
+
+
+def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, stage: int) -> tuple[Buffer, ...]:
     """Return Megatron's buffers on a rank: for each chunk, one for the dense parameters, one for float32 parameters in
     a 16-bit model, and one for experts that are reduced over other ranks."""
-    layout, dense_owners = model.parallel, mesh.dp * mesh.cp
-    separate_experts = mesh.ep > 1 or mesh.etp != mesh.tp
+    limit = _bucket_limit(model, mesh.dp * mesh.cp) if stage == 0 else None
+    form = _BufferForm(ITEM_BYTES[model.dtype], limit, _bucket_multiple(model))
     if model.lora is not None:
-        return list(_adapter_buffers(_adapters(spec, model, head, stage), model, mesh, stage, separate_experts))
-    is_wide = ITEM_BYTES[model.dtype] == 4
+        return tuple(_adapter_buffers(_adapters(spec, model, head, stage), model.parallel, form, mesh))
+    return _whole_model_buffers(spec, model.parallel, form, mesh, head, stage)
+
+
+@cache
+def _whole_model_buffers(
+    spec: ModelSpec, layout: ParallelConfig, form: _BufferForm, mesh: Mesh, head: Head, stage: int
+) -> tuple[Buffer, ...]:
+    separate_experts, dense_owners = _separate_experts(mesh), mesh.dp * mesh.cp
+    is_wide = form.item == 4
     made = []
     for chunk in range(layout.vpp):
         trained = [held for held in _dense(spec, layout, stage, head) if held.chunk == chunk and held.is_trained]
@@ -194,32 +213,33 @@ def buffers(spec: ModelSpec, model: TrainedModelConfig, mesh: Mesh, head: Head, 
         alone = []  # tied embeddings have their own bucket
         if spec.tied and head == "lm" and layout.pp > 1 and (first or last):
             alone = [dense.pop(0 if first else -1)]
-        limit = _bucket_limit(model, dense_owners) if first else None
+        limit = form.limit if first else None
         groups = [([*dense, *([] if separate_experts else experts)], alone, dense_owners, False)]
         groups += [(float32, [], dense_owners, True)]
         groups += [([*experts], [], mesh.edp, False)] if separate_experts else []
         for members, separate, owners, is_float32 in groups:
             if members or separate:
-                multiple = math.lcm(owners, _bucket_multiple(model))
+                multiple = math.lcm(owners, form.multiple)
                 padded = sum(_padded_buckets(members, limit, multiple)) + sum(round_up(n, multiple) for n in separate)
                 made.append(Buffer(sum(members) + sum(separate), padded, owners, is_float32))
-    return made
+    return tuple(made)
+
+
+def _separate_experts(mesh: Mesh) -> bool:
+    """Return whether experts are reduced over other ranks than dense parameters."""
+    return mesh.ep > 1 or mesh.etp != mesh.tp
 
 
 def _adapter_buffers(
-    adapters: Sequence[tuple[int, bool, int]],
-    model: TrainedModelConfig,
-    mesh: Mesh,
-    stage: int,
-    separate_experts: bool,
+    adapters: Sequence[tuple[int, bool, int]], layout: ParallelConfig, form: _BufferForm, mesh: Mesh
 ) -> Iterator[Buffer]:
-    dense_owners = mesh.dp * mesh.cp
-    for chunk in range(model.parallel.vpp):
-        limit = _bucket_limit(model, dense_owners) if stage == chunk == 0 else None
-        for of_experts, owners in ((False, dense_owners), (True, mesh.edp)):
+    separate_experts = _separate_experts(mesh)
+    for chunk in range(layout.vpp):
+        limit = form.limit if chunk == 0 else None
+        for of_experts, owners in ((False, mesh.dp * mesh.cp), (True, mesh.edp)):
             held = [n for at, expert, n in adapters if at == chunk and (expert and separate_experts) == of_experts]
             if held:
-                padded = sum(_padded_buckets(held, limit, math.lcm(owners, _bucket_multiple(model))))
+                padded = sum(_padded_buckets(held, limit, math.lcm(owners, form.multiple)))
                 yield Buffer(sum(held), padded, owners)
 
 
