@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +157,9 @@ def _secret_variables(written: Any) -> list[str]:
 def interpolate(layer: ConfigLayer, otherwise: str) -> tuple[dict[str, Any], list[Problem], Secrets]:
     """Return the resolved values of a merged layer, the problems, and the secrets. A key that cannot be resolved is a
     problem, and its value is UNUSABLE."""
+    plain = [(path, value, value) for path, value in leaves_of(layer.values)]
+    if not any(_may_refer(value) or len(path) > MAX_LEVELS for path, value, _ in plain):
+        return deepcopy(layer.values), [], find_secrets(plain)  # OmegaConf would take as long as everything else
     problems: list[Problem] = []
     leaves: list[tuple[KeyPath, Any, Any]] = []
 
@@ -187,6 +191,11 @@ def interpolate(layer: ConfigLayer, otherwise: str) -> tuple[dict[str, Any], lis
 
     values = section(OmegaConf.create(layer.values), layer.values, ())
     return values, problems, find_secrets(leaves)
+
+
+def _may_refer(value: Any) -> bool:
+    """Return whether a value may contain an interpolation, or must be replaced."""
+    return not isinstance(value, bool | int | float | None) and any(mark in str(value) for mark in ("${", "???"))
 
 
 def _reason(error: Exception, confidential: bool) -> str:
