@@ -38,9 +38,14 @@ demo: install ## train a small model on this machine
 install-unit:
 	$(call environment,.venv-unit)
 
-UNIT := algos config data models protocol plan cli
+UNIT := config cli algos
+UNIT_OF_MODELS := data models plan protocol
+UNIT_TESTS := PYTHONPATH=$(CURDIR) MRL_ALGO_CASES=50 MRL_FUZZ_S=0.3 .venv-unit/bin/python -m pytest -q -m "not slow and not needs"
 unit: install-unit ## the quick tests without Ray, Megatron and vLLM, in an environment without them: a minute
-	PYTHONPATH=$(CURDIR) MRL_ALGO_CASES=50 MRL_FUZZ_S=0.3 .venv-unit/bin/python -m pytest -q -n 2 -m "not slow and not needs" $(UNIT:%=tests/%)
+	@output=$$(mktemp); \
+	  $(UNIT_TESTS) $(UNIT_OF_MODELS:%=tests/%) >$$output 2>&1 & models=$$!; \
+	  $(UNIT_TESTS) $(UNIT:%=tests/%); others=$$?; \
+	  wait $$models; models=$$?; cat $$output; rm $$output; exit $$((models | others))
 
 JOBS := 2
 PARALLEL = $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile)

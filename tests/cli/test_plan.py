@@ -205,8 +205,10 @@ def test_it_answers_at_once_and_without_anything_heavy(arguments: tuple[str, ...
 def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    num_nodes = 6
+
     def start(resolved: object, lost: object, quiet: bool) -> int:
-        raise TooFewDevices("6 of 8 nodes have joined", 6, fix="add the others")
+        raise TooFewDevices(f"{num_nodes} of 8 nodes have joined", num_nodes, fix="add the others")
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("mrl.cli.train._train", start)
@@ -219,8 +221,9 @@ def test_a_run_with_too_few_nodes_says_what_fits_on_those_that_are_there(
     assert "cluster.nodes=6 has 24 CPU slots for placement.pools; the search supports" in capsys.readouterr().err
     assert main(["train", "configs/grpo-llama3.1-70b-8n8g.yaml", "model.path=unknown/model"]) == 1
     assert "It is unknown what fits on 6 nodes: " in capsys.readouterr().err
-    assert main(["train", "configs/ppo-llama3.1-70b-8n8g.yaml"]) == 1
-    assert "No layout of these models fits on 6 or fewer nodes of h100-80gb." in capsys.readouterr().err
+    num_nodes = 2
+    assert main(["train", "configs/grpo-llama3.1-70b-8n8g.yaml"]) == 1
+    assert "No layout of these models fits on 2 or fewer nodes of h100-80gb." in capsys.readouterr().err
 
 
 def test_turns_say_what_reading_them_again_would_cost(plan: Plan) -> None:

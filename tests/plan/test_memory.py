@@ -55,7 +55,13 @@ def test_an_h100_does_not_hold_a_405b_engine() -> None:
     subject = subject_of("grpo-llama3.1-405b-18n8g")
     h100 = dataclasses.replace(subject, hardware=subject_of("grpo-qwen3-32b-4n8g").hardware)
     assert {shortage.phase.name for shortage in plan_memory(h100).shortages} >= {"weights", "rollout"}
-    assert advise(h100) == []
+
+
+def test_there_is_no_advice_for_a_device_that_is_far_too_small() -> None:
+    subject = subject_of("grpo-qwen2.5-7b-1n8g")
+    small = dataclasses.replace(subject, hardware=dataclasses.replace(subject.hardware, memory_bytes=8 << 30))
+    assert plan_memory(small).shortages
+    assert advise(small) == []
 
 
 def test_a_layer_keeps_what_its_tensors_hold() -> None:
