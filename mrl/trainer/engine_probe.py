@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -174,9 +174,14 @@ class EngineProbe:
         )
         self.audit.judge(step, difference)
 
-    def compare_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Judge the mean over a step's samples. Return the number of warnings since the last step."""
-        difference = metrics.get("mismatch/log_prob_abs_diff_mean", metrics.get("actor/rollout_diff"))
+    def compare_step(
+        self, step: int, metrics: Mapping[str, float], updates: Sequence[Mapping[str, float]] = ()
+    ) -> dict[str, float]:
+        """Judge the mean over a step's samples, or over those of its first update, before the policy moves. Return the
+        number of warnings since the last step."""
+        difference = metrics.get("mismatch/log_prob_abs_diff_mean")
+        if difference is None and updates:
+            difference = updates[0].get("rollout_diff")
         if difference is not None and self._are_comparable(metrics):
             perplexity = metrics.get("mismatch/training_ppl", math.nan)
             entropy = metrics.get("actor/entropy_mean", math.log(perplexity) if perplexity > 0 else math.nan)

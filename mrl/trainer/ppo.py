@@ -182,7 +182,7 @@ class RayPPOTrainer:
         check_invariants(self.config, step, metrics, updates.get("actor", []), num_written)
         if self.config.algorithm.kl.where in ("reward", "both"):
             metrics["reward/kl_coef"] = self.components.kl.coef  # the coefficient used in this step's rewards
-        metrics |= self.components.engine_probe.compare_step(step, metrics)
+        metrics |= self.components.engine_probe.compare_step(step, metrics, updates.get("actor", []))
         self.components.kl.update(metrics["reward/kl"], len(batch))
         self.num_steps_done = step
         metrics |= self._measured(samples.batch, rows) | self.hybrid.metrics()

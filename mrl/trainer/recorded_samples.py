@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +50,9 @@ class NoEngines:
 
 
 class NoProbe:
-    def compare_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def compare_step(
+        self, step: int, metrics: Mapping[str, float], updates: Sequence[Mapping[str, float]]
+    ) -> dict[str, float]:
         """Judge nothing: the run that generated the samples has compared its engines."""
         return {}
 

@@ -232,7 +232,7 @@ class Probe:
         assert answers == {7: step}
         self.journal.append(("compare", step))
 
-    def compare_step(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+    def compare_step(self, step: int, metrics: dict[str, float], updates: list[dict[str, float]]) -> dict[str, float]:
         assert metrics
         return {"sync/engine_warnings": 0.0}
 
