@@ -51,6 +51,8 @@ class Conversation:
         """Routes of all tokens but the last, if the engines return them."""
         self.sampling_mask: Mask | None = None
         """Mask of the tokens of the response, if it was requested: then the response is one turn."""
+        self.role = ""
+        """Name of the player or agent who writes it; empty without roles."""
         self.turns: list[WrittenTurn] = []
         self.ended = ""
         """How the conversation ended. Empty while it continues."""

@@ -18,6 +18,9 @@ Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, as chat templates read it."""
 
 
+_MAX_ROLE_LENGTH = 100
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Plain:
     def __post_init__(self) -> None:
@@ -50,15 +53,21 @@ class Start(_Plain):
     """Beginning of a conversation or, as the answer to a turn, of a segment with its own context.
 
     Earlier text is not part of that context, but of the conversation. Each segment is trained on with the context that
-    preceded it, and all segments get the conversation's score.
+    preceded it, and all segments get the conversation's score, unless their roles have their own.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """Tool schemas for the chat template."""
+    role: str = ""
+    """Name of the player or agent who writes the segment; empty if the conversation has no roles. Several segments may
+    have the same role."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.role, str) or len(self.role) > _MAX_ROLE_LENGTH or not self.role.isprintable():
+            what = f"Start.role is {self.role!r:.60}, not a printable text of at most {_MAX_ROLE_LENGTH} characters"
+            raise AgentError(what, fix='role="first"')
         if not self.messages or not all(_is_message(message) for message in self.messages):
             raise AgentError("Start.messages is not a list of messages", fix='[{"role": "user", "content": "..."}]')
 
@@ -133,6 +142,17 @@ class Observation(_Scored):
 class Done(_Scored):
     final: str = ""
     """Final text for people who read the conversation. The model never reads it."""
+    scores: Mapping[str, float] = field(default_factory=dict)
+    """Score of each role that has a segment, in place of a score of the conversation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for role, value in self.scores.items():
+            if not isinstance(value, int | float):
+                raise AgentError(f"Done: the score of role {role!r:.40} is {value!r:.40}, not a number")
+        if self.scores and self.score is not None:
+            what = f"Done has both score={self.score:g} and scores of {', '.join(self.scores)}"
+            raise AgentError(what, fix="set score if all roles share it, or scores if each has its own")
 
 
 Answer = Observation | Done | Start

@@ -84,6 +84,9 @@ class Dialog:
     tools: Sequence[Mapping[str, Any]] = ()
     """Schemas of the tools that its environment offers."""
     score: float | None = None
+    """Score of the conversation. If roles have their own scores, that of the first segment's role."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Score of each role, if roles have their own scores."""
     parts: dict[str, float] = field(default_factory=dict)
     environment_s: float = 0.0
     num_cut_characters: int = 0
@@ -234,7 +237,7 @@ class Dialogs:
         dialog.tools = answer.tools
         opening, name, is_first = dialog.opening, dialog.environment or "", not dialog.segments
         if is_first and not answer.tools and list(answer.messages) == list(opening.messages):
-            self._converse(dialog, opening.prompt_ids, opening.max_tokens)
+            self._converse(dialog, opening.prompt_ids, opening.max_tokens, answer.role)
             return True
         text, ids = self._speakers[name].render(answer)
         longest = self._speakers[name].max_prompt_tokens
@@ -248,16 +251,17 @@ class Dialogs:
             dialog.prompt_text = text
         else:
             dialog.said.append(text)
-            if name not in self._segmented:
+            if name not in self._segmented and not answer.role:
                 self._segmented.add(name)
                 self._write(Warned("agent", f"environment {name} {_HAS_SEGMENTS}"))
-        self._converse(dialog, np.asarray(ids, np.int32), room)
+        self._converse(dialog, np.asarray(ids, np.int32), room, answer.role)
         return True
 
-    def _converse(self, dialog: Dialog, prompt_ids: Ids, max_tokens: int) -> None:
+    def _converse(self, dialog: Dialog, prompt_ids: Ids, max_tokens: int, role: str = "") -> None:
         opening, number = dialog.opening, len(dialog.segments)
         key, seed = f"{opening.key}.{number}" if number else opening.key, derived_seed(opening.seed, "segment", number)
         dialog.segments.append(Conversation(key, opening.uid, prompt_ids, max_tokens=max_tokens, seed=seed))
+        dialog.segments[-1].role = role
         dialog.current = number
         self._request(dialog)
 
@@ -271,6 +275,8 @@ class Dialogs:
                 dialog.score = (dialog.score or 0.0) + answer.score
         cut_off = dialog.begun.turns[-1].finish == "length"
         if isinstance(answer, Done):
+            if answer.scores:
+                _score_roles(dialog, answer.scores)
             self._end(dialog, "length" if cut_off else "done")
         elif is_last or not (
             self._begin(dialog, answer) if isinstance(answer, Start) else self._observe(dialog, answer)
@@ -332,9 +338,27 @@ class Dialogs:
         """Start a conversation again with the same seeds. An environment without random numbers answers the same."""
         self._write(Retried(dialog.opening.name, dialog.attempts, reason))
         dialog.segments, dialog.current, dialog.writers = [], 0, []
-        dialog.score, dialog.parts = None, {}
+        dialog.score, dialog.scores, dialog.parts = None, {}, {}
         dialog.calls, dialog.said = [], []
         dialog.ticket = self._client.begin(dialog, dialog.environment or "", dialog.opening.task())
+
+
+def _score_roles(dialog: Dialog, scores: Mapping[str, float]) -> None:
+    """Set the score of each role. Raise an error unless these are the roles of the segments."""
+    where, roles = dialog.environment or "", [segment.role for segment in dialog.segments]
+    if "" in roles:
+        what = f"Done.scores has a score for each role, but segment {roles.index('')} has no role"
+        raise AgentError(what, where=where, fix='begin each segment with Start(messages=..., role="NAME")')
+    unknown, missing = (sorted(names) for names in ({*scores} - {*roles}, {*roles} - {*scores}))
+    if unknown or missing:
+        lists = {"no segment has": unknown, "without a score are": missing}
+        named = "; ".join(f"{what} {', '.join(names)}" for what, names in lists.items() if names)
+        fix = f"score the roles of the segments: {', '.join(dict.fromkeys(roles))}"
+        raise AgentError(f"Done.scores has other roles than the segments: {named}", where=where, fix=fix)
+    if dialog.score is not None:
+        what = f"Done.scores has a score for each role, but observations gave the conversation {dialog.score:g}"
+        raise AgentError(what, where=where, fix="add these scores to those of the roles at the end")
+    dialog.scores, dialog.score = {**scores}, scores[roles[0]]
 
 
 def open_dialogs(

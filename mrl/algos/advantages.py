@@ -94,7 +94,7 @@ class AdvantageInputs:
     """Token rewards, after the KL penalty if there is one."""
     values_T: Tensor | None = None
     baseline_scores_B: Tensor | None = None
-    """For ReMax: score of the greedy answer to each row's prompt."""
+    """For ReMax: score of the greedy answer to each row's prompt. For RAE: baseline of its role."""
     batch: Outcomes | None = None
     """All samples of all shards, with scores after the KL penalty if there is one."""
     position_B: Tensor | None = None
@@ -176,10 +176,20 @@ def reinforce_plus_plus(inputs: AdvantageInputs, config: AlgorithmConfig) -> Adv
 @ADVANTAGES.register("remax")
 def remax(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
     """ReMax (arXiv 2310.10505): A_t = G_t - b, with G_t the sum of r from t on, and b the greedy answer's score."""
+    return _above_baseline(inputs, "the greedy answer to some prompt has no finite score")
+
+
+@ADVANTAGES.register("rae")
+def rae(inputs: AdvantageInputs, config: AlgorithmConfig) -> Advantages:
+    """RAE (arXiv 2506.24119): A_t = R - b after b <- rae_decay b + (1 - rae_decay) R, with b of the row's role."""
+    return _above_baseline(inputs, "the baseline of some role is not finite")
+
+
+def _above_baseline(inputs: AdvantageInputs, problem: str) -> Advantages:
     returns_T = _returns_to_go(inputs, 1.0)
     baseline_T = inputs.rows.expand(_required(inputs, "baseline_scores_B")).to(returns_T.dtype)
     if not bool(torch.isfinite(baseline_T).all()):
-        raise RewardError("the greedy answer to some prompt has no finite score", where="baseline_scores_B")
+        raise RewardError(problem, where="baseline_scores_B")
     return Advantages(apply_mask(returns_T - baseline_T, inputs.mask_T), returns_T)
 
 

@@ -10,10 +10,12 @@ from mrl.config.bounds import Amount, Bound, Characters, Count, Proportion, Shar
 ADVANTAGES = (
     *("gae", "grpo", "dr_grpo", "rloo", "opo", "gpg", "remax"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "grpo_passk", "maxrl", "gdpo", "online_dpo"),
-    "optimal_token_baseline",
+    *("optimal_token_baseline", "rae"),
 )
 VECTOR_ADVANTAGES = ("gdpo",)
 """Advantage estimators that read each reward function's score, not only the weighted sum."""
+BASELINE_ADVANTAGES = ("remax", "rae")
+"""Advantage estimators that subtract a baseline, which comes with the samples, from each row's score."""
 REFERENCE_ADVANTAGES = ("online_dpo",)
 """Advantage estimators that compare the policy with the reference, wherever the KL is applied."""
 NORM_ADVANTAGES = ("optimal_token_baseline",)
@@ -230,6 +232,8 @@ class AlgorithmConfig:
     """For `gae`: whiten the advantages over the batch."""
     dpo_beta: Share = 0.1
     """For `online_dpo`: strength of the reference. A larger value keeps the policy closer to it."""
+    rae_decay: Annotated[float, Bound("at least 0 and below 1", lambda value: 0 <= value < 1)] = 0.95
+    """For `rae`: weight of the old baseline of a role when it is updated with a score. 0.95 is SPIRAL's."""
     kl: KlConfig = field(default_factory=KlConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     dynamic_sampling: DynamicSamplingConfig | None = None

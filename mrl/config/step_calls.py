@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from mrl.config.algorithm import CHOOSING_LOSSES, NORM_ADVANTAGES, REFERENCE_ADVANTAGES
+from mrl.config.algorithm import BASELINE_ADVANTAGES, CHOOSING_LOSSES, NORM_ADVANTAGES, REFERENCE_ADVANTAGES
 from mrl.config.arithmetic import has_reference, needs_old_log_probs, updates_per_step
 from mrl.config.schema import Config
 
@@ -41,7 +41,8 @@ def _charges_kl(config: Config, where: str) -> bool:
 
 
 def _needed_for_advantages(config: Config) -> Columns:
-    estimator: dict[str, Columns] = {"gae": ("values",), "remax": ("baseline_scores",)}
+    estimator: dict[str, Columns] = {"gae": ("values",)}
+    estimator |= dict.fromkeys(BASELINE_ADVANTAGES, ("baseline_scores",))
     estimator |= dict.fromkeys(REFERENCE_ADVANTAGES, ("old_log_probs", "ref_log_probs"))
     estimator |= dict.fromkeys(NORM_ADVANTAGES, ("score_norms",))
     kl = ("old_log_probs", "ref_log_probs") if _charges_kl(config, "reward") else ()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
+from mrl.config.algorithm import BASELINE_ADVANTAGES
 from mrl.config.arithmetic import corrects_engines, role_batch, role_mesh, samples_per_step, updates_per_step
 from mrl.config.resolved.load import Resolved
 from mrl.config.rules.components import missing_modules
@@ -194,9 +195,9 @@ def check_columns(config: AnyConfig) -> Iterator[CheckResult]:
 
 def column_problems(config: Config) -> list[str]:
     """Return the columns that calls of a step would miss. Every column must be written before it is read."""
-    # `position` is part of the call itself; ReMax's baselines, routes, masks and ages arrive with the samples.
+    # `position` is part of the call itself; baselines, routes, masks and ages arrive with the samples.
     written = {*SAMPLE_COLUMNS, "position"}
-    written |= {"baseline_scores"} if config.algorithm.advantage == "remax" else set()
+    written |= {"baseline_scores"} if config.algorithm.advantage in BASELINE_ADVANTAGES else set()
     written |= {"routes"} if config.algorithm.router_replay == "R3" else set()
     written |= {"sampling_mask"} if config.algorithm.keep_sampling_mask else set()
     written |= {"staleness"} if config.asynchrony.ahead else set()

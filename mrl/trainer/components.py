@@ -14,6 +14,7 @@ from typing import Any
 
 from mrl.agents.loop import has_stops, open_dialogs
 from mrl.algos.kl import KLController
+from mrl.algos.role_baselines import RoleBaselines
 from mrl.config.arithmetic import keeps_reference, role_mesh, shares_actor
 from mrl.config.mesh import Mesh
 from mrl.config.resolved.load import in_directories
@@ -89,6 +90,7 @@ class Components:
     validator: Validator
     kl: KLController
     turns: DeviceTurns
+    role_baselines: RoleBaselines = field(default_factory=RoleBaselines)
     reference: ReferenceClient | None = None
     """None if the actor holds the reference, or if there is no KL penalty."""
     teachers: Teachers | None = None
@@ -101,12 +103,15 @@ class Components:
 
     def state_dict(self) -> dict[str, Any]:
         model_scores = self.model_scores.state_dict()
-        return {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict(), "model_scores": model_scores}
+        state = {"prompts": self.prompts.state_dict(), "kl": self.kl.state_dict(), "model_scores": model_scores}
+        return state | {"role_baselines": self.role_baselines.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self.kl.load_state_dict(state["kl"])
-        self.model_scores.load_state_dict(state.get("model_scores", {}))  # missing in checkpoints of older versions
+        # Checkpoints of older versions have no `model_scores` and no `role_baselines`.
+        self.model_scores.load_state_dict(state.get("model_scores", {}))
+        self.role_baselines.load_state_dict(state.get("role_baselines", {}))
 
 
 @contextmanager

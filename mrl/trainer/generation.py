@@ -18,6 +18,7 @@ from mrl.config.agent import AgentConfig
 from mrl.config.algorithm import VECTOR_ADVANTAGES
 from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer, end_tokens
+from mrl.errors import AgentError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import Index, Jagged, from_rows
 from mrl.rewards.manager import RewardManager
@@ -26,7 +27,7 @@ from mrl.rewards.sample import Sample
 from mrl.rollout.hybrid_engine import HybridEngine
 from mrl.rollout.requests import GenerationRequest, Sampling, request_seed
 from mrl.rollout.stored_routes import ROUTES, column_of
-from mrl.trainer.segments import segment_of
+from mrl.trainer.segments import ROLE, ROLE_SCORES, role_metrics, segment_of
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class Generator:
             metrics |= reward_metrics([samples[row] for row in outcomes], list(outcomes.values()))
         scores = {row: outcome for row, outcome in outcomes.items() if isinstance(outcome, Score)}
         batch = self._with_prompts(batch, dialogs).take(list(scores))
-        columns = self._columns(dialogs, samples, scores, batch.row_ids)
-        return ScoredBatch(batch.union(columns), metrics)
+        batch = batch.union(self._columns(dialogs, samples, scores, batch.row_ids))
+        return ScoredBatch(batch, metrics | (role_metrics(batch) if self.dialogs.has_environments else {}))
 
     def _openings(self, batch: DataProto, step: int) -> list[Opening]:
         seen: dict[str, int] = {}
@@ -187,7 +188,31 @@ class Generator:
         parts = {} if score is None else {name: score}
         parts |= {f"{name}/{part}": number for part, number in dialog.parts.items()}
         value = config.agent.environments[name].weight * (score or 0.0)
+        for role, own in self._role_scores(dialog).items():
+            outcome = sum_of([Score(own, {}, dialog.environment_s)], config.reward.max_abs_score)
+            if isinstance(outcome, Failure):
+                return replace(outcome, detail=f"role {role}: {outcome.detail}")
         return Score(value, parts, dialog.environment_s)
+
+    def _role_scores(self, dialog: Dialog) -> dict[str, float]:
+        """Return the weighted score of each role, empty if roles have no separate scores. Raise an error if
+        something else also scores, or reads the score of, a whole conversation."""
+        if not dialog.scores:
+            return {}
+        config, name, source = self._config, dialog.environment or "", dialog.opening.data_source
+        of_conversations = {
+            f"the functions of reward for data source {source}": config.reward.scores(source),
+            " and ".join(config.scoring_models()): bool(config.scoring_models()),
+            "algorithm.overlong": config.algorithm.overlong is not None,
+            "algorithm.dynamic_sampling": config.algorithm.dynamic_sampling is not None,
+            f"algorithm.advantage={config.algorithm.advantage}": config.algorithm.advantage in ("remax", "gdpo"),
+        }
+        if named := ", ".join(what for what, is_set in of_conversations.items() if is_set):
+            what = f"the environment {name} gives each role its own score, but a whole conversation has one score for"
+            fix = "remove that part, or return Done(score=...), which all roles share"
+            raise AgentError(f"{what} {named}", where=f"agent.environments.{name}", fix=fix)
+        weight = config.agent.environments[name].weight
+        return {role: weight * score for role, score in dialog.scores.items()}
 
     def _sample(self, batch: DataProto, dialog: Dialog) -> Sample:
         row = dialog.opening.row
@@ -242,6 +267,8 @@ class Generator:
             objects["turns"] = [dialogs[row].said or [samples[row].response] for row in scores]
             objects["response_text"] = ["".join(turns) for turns in objects["turns"]]
             objects["ended"] = [conversation.ended for conversation in conversations]
+            objects[ROLE] = [conversation.role for conversation in conversations]
+            objects[ROLE_SCORES] = [self._role_scores(dialogs[row]) for row in scores]
             objects["other_segments"] = [list(map(segment_of, dialogs[row].other_segments)) for row in scores]
         batch = DataProto.from_dict(tensors=tensors, non_tensors=objects, row_ids=row_ids)
         routes = [conversation.routes for conversation in conversations if conversation.routes is not None]

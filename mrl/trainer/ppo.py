@@ -36,11 +36,10 @@ from mrl.trainer.recorder import StepRecorder
 from mrl.trainer.role_client import Metrics, mean_of
 from mrl.trainer.run import Run, load_checkpoint
 from mrl.trainer.sample_stream import drawn_from_bytes, drawn_to_bytes
-from mrl.trainer.segments import trained_rows
+from mrl.trainer.segments import rows_of_step, whole_batch
 from mrl.trainer.start_progress import show_start_progress
 from mrl.trainer.step_metrics import preview, sample_columns, tensor_columns
 from mrl.trainer.validation import validated_kl
-from mrl.workers.messages import WholeBatch
 
 _FETCH_S = 600.0
 
@@ -133,9 +132,9 @@ class RayPPOTrainer:
         step = self.clock.step = self.num_steps_done + 1
         samples, answers = self.components.stream.next(step)  # responses, rollout_log_probs, scores
         self.compare_engines(step, answers)
-        rows = trained_rows(samples.batch)
+        rows, figures = rows_of_step(samples.batch, self.config.algorithm, self.components.role_baselines)
         batch = with_staleness(rows, self.hybrid.version)
-        metrics = samples.metrics | staleness_metrics(batch, self.config.asynchrony.ahead)
+        metrics = samples.metrics | figures | staleness_metrics(batch, self.config.asynchrony.ahead)
         optional = [name for name in OPTIONAL_SAMPLE_COLUMNS if name in batch.columns()]
         batch = store(batch.select(*SAMPLE_COLUMNS, *optional))
         for call in self.calls:
@@ -155,8 +154,7 @@ class RayPPOTrainer:
             with self.clock("values"):
                 batch = batch.union(self.critic.compute_values(batch))
         with self.clock("advantage"):
-            rewards = step_metrics.reward_vector(samples.batch, self.config.reward)
-            whole = WholeBatch(list(samples.batch["uid"]), self.components.kl.coef, rows["sample"].tolist(), rewards)
+            whole = whole_batch(rows, self.components.kl.coef, self.config.reward)
             role = self.critic or self.actor  # the critic's values are on its ranks
             positions = torch.arange(len(batch))
             advantages, figures = role.compute_advantages(batch.with_column("position", positions), whole)

@@ -151,8 +151,10 @@ def _as_text(truth: Any) -> str | None:
 
 
 def sample_columns(batch: DataProto) -> dict[str, Any]:
-    """Return the columns of a samples file. Conversations also have their turns and how they ended."""
+    """Return the columns of a samples file. Conversations also have their turns, how they ended, and the scores of
+    their roles, if roles have their own."""
     columns = batch.columns()
+    own = batch["role_scores"] if "role_scores" in columns else []
     return {
         "uid": batch["uid"],
         "data_source": batch["data_source"],
@@ -167,6 +169,7 @@ def sample_columns(batch: DataProto) -> dict[str, Any]:
         "truncated": batch["truncated"].tolist(),
         **{name: batch[name].tolist() for name in columns if name.startswith(("reward_model", REWARD))},
         **{name: batch[name] for name in ("turns", "ended") if name in columns},
+        **({"role_scores": [json.dumps(of_roles) for of_roles in own]} if any(own) else {}),
         **({"segments": [1 + len(more) for more in batch["other_segments"]]} if "other_segments" in columns else {}),
     }
 

@@ -55,11 +55,12 @@ class WholeBatch:
     """Values that a shard needs about the other shards' rows, and the KL coefficient of this step.
 
     Advantages compare samples. A sample's score is the mean over its rows, including their KL penalty; its rows are the
-    segments of a conversation, and all of them get its advantage. So each sample counts once in its group.
+    segments of a conversation, and all of them get its advantage. So each sample counts once in its group. If segments
+    have roles, what one role wrote in a conversation is a separate sample, in the group of its prompt and role.
     """
 
     uids: Sequence[str]
-    """Uid of each sample."""
+    """Group of each sample: the uid, or uid and role."""
     kl_coef: float
     sample_of_row: Sequence[int]
     """Number of the sample, by row position."""

@@ -53,6 +53,9 @@ def with_a_loop() -> dict[str, Any]:
         (lambda: Observation(text="so", score=math.nan), "Observation is not plain data"),
         (lambda: Done(score="1"), "Done: score is '1', not a number"),  # type: ignore[arg-type]
         (lambda: Done(parts={"hits": None}), "Done: hits is None, not a number"),  # type: ignore[dict-item]
+        (lambda: Done(scores={"first": None}), "Done: the score of role 'first' is None, not a number"),  # type: ignore[dict-item]
+        (lambda: Done(score=1.0, scores={"first": 1.0}), "Done has both score=1 and scores of first"),
+        (lambda: Start(messages=[USER], role="a\nb"), "Start.role is 'a\\nb', not a printable text"),
         (lambda: Start(messages=[]), "Start.messages is not a list of messages"),
         (lambda: Start(messages=[{"role": "user"}]), "Start.messages is not a list of messages"),
         (lambda: Task(messages=[USER], ground_truth={1, 2}), "Task is not plain data: Object of type set"),

@@ -3,6 +3,7 @@ conversations."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from mrl.algos.role_baselines import RoleBaselines
 from mrl.config.agent import AgentConfig
 from mrl.config.reward import RewardFunctionConfig
+from mrl.errors import AgentError
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
 from mrl.rewards.outcome import Score
 from mrl.rollout.requests import Generated, GenerationRequest, Sampling
 from mrl.trainer.generation import Generator, ScoredBatch
-from mrl.trainer.segments import trained_rows
+from mrl.trainer.segments import ComparedParts, trained_rows, with_role_baselines
 from mrl.trainer.step_metrics import batch_metrics, sample_columns, written_lengths
 from tests.agents.scripted import Stage, call
 from tests.trainer.fakes import Rewards, make_config
@@ -200,3 +203,86 @@ def test_every_segment_is_a_row_that_is_trained_on_with_its_conversations_score(
     assert trained == read, "each turn once, behind what the engine has read"
     assert int(rows.values("response_mask").sum()) == sum(map(len, [each for _, each in trainer.stage.spoken]))
     assert sample_columns(scored.batch)["segments"] == [2, 2, 2]
+
+
+LENGTHS = {("0", "first"): 5, ("0", "second"): 2, ("1", "first"): 1, ("1", "second"): 4}
+"""Row and role -> number of words that the player writes."""
+
+
+def player(context: str) -> str:
+    """Write as many words as the table says."""
+    (number,) = (length for (row, role), length in LENGTHS.items() if f"What is {row}? {role}" in context)
+    return " go" * number + "<|im_end|>"
+
+
+def test_players_of_a_game_are_rows_with_the_scores_of_their_roles(made: Any) -> None:
+    trainer = made("Duel", weight=0.5)
+    trainer.stage.script = player
+    scored = trainer.run({}, {})
+    assert scored.batch["scores"].tolist() == [4.5, -4.5], "the conversation has the score of its first role"
+    assert (scored.metrics["agent/role/first/score"], scored.metrics["agent/role/second/score"]) == (0.0, 0.0)
+    rows = trained_rows(scored.batch)
+    assert list(zip(rows["sample"].tolist(), rows["role"], rows["scores"].tolist(), strict=True)) == [
+        (0, "second", -4.5), (1, "second", 4.5), (0, "first", 4.5), (1, "first", -4.5)
+    ]  # fmt: skip
+    parts = ComparedParts.of(rows)
+    assert parts.of_row == [0, 1, 2, 3]
+    assert parts.groups[0] == parts.groups[1] != parts.groups[2] == parts.groups[3]
+    assert sample_columns(scored.batch)["role_scores"] == [
+        '{"first": 4.5, "second": -4.5}',
+        '{"first": -4.5, "second": 4.5}',
+    ]
+
+
+def test_roles_that_share_a_score_are_compared_apart(made: Any) -> None:
+    trainer = made("Duel", options={"scores": False})
+    trainer.stage.script = player
+    scored = trainer.run({}, {})
+    rows = trained_rows(scored.batch)
+    assert rows["scores"].tolist() == [9.0, -9.0] * 2
+    assert ComparedParts.of(rows).of_row == [0, 1, 2, 3]
+    assert scored.metrics["agent/role/second/score"] == 0.0
+    assert "role_scores" not in sample_columns(scored.batch)
+
+
+def test_segments_of_one_role_are_one_part(made: Any) -> None:
+    trainer = made("Duel", options={"first": "player", "second": "player", "scores": False})
+    trainer.stage.script = lambda context: " go<|im_end|>"
+    parts = ComparedParts.of(trained_rows(trainer.run({}, {}).batch))
+    assert (parts.of_row, parts.first_rows) == ([0, 1, 0, 1], [0, 1])
+    assert len(set(parts.groups)) == 1
+
+
+def test_baselines_of_roles_are_moving_averages(made: Any) -> None:
+    """Against a loop over the conversations, in two steps."""
+    trainer, baselines = made("Duel"), RoleBaselines()
+    trainer.stage.script = player
+    expected = {"first": 0.0, "second": 0.0}
+    for _ in range(2):
+        rows = with_role_baselines(trained_rows(trainer.run({}, {}).batch), baselines, 0.75)
+        columns = (rows["sample"].tolist(), rows["role"], rows["baseline_scores"].tolist())
+        found = {(sample, role): baseline for sample, role, baseline in zip(*columns, strict=True)}
+        for sample, lead in enumerate([9.0, -9.0]):
+            for role, score in (("first", lead), ("second", -lead)):
+                expected[role] += 0.25 * (score - expected[role])
+                assert found[sample, role] == pytest.approx(expected[role], rel=1e-12)
+    assert baselines.figures() == {
+        f"rae/baseline/facts/{role}": pytest.approx(value) for role, value in expected.items()
+    }
+    resumed = RoleBaselines()
+    resumed.load_state_dict(json.loads(json.dumps(baselines.state_dict())))
+    assert resumed.update("facts", "first", 1.0, 0.75) == baselines.update("facts", "first", 1.0, 0.75)
+    assert resumed.update("other", "first", 1.0, 0.75) == 0.25, "each data source has its own"
+
+
+def test_rae_without_roles_is_an_error(made: Any) -> None:
+    rows = trained_rows(made().run({}).batch)
+    with pytest.raises(AgentError, match=r"1 of 1 rows have no role.*prompt p"):
+        with_role_baselines(rows, RoleBaselines(), 0.95)
+
+
+def test_functions_cannot_score_a_conversation_whose_roles_have_scores(made: Any) -> None:
+    trainer = made("Duel", rewards=Rewards(lambda sample: Score(0.25, {"rule": 0.25}, 0.0)))
+    trainer.stage.script = player
+    with pytest.raises(AgentError, match=r"gives each role its own score.*functions of reward"):
+        trainer.run({})

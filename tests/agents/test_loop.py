@@ -14,7 +14,7 @@ import pytest
 
 from mrl.agents.figures import check_failed_share, dialog_metrics
 from mrl.errors import AgentError
-from mrl.events import Retried, SampleSkipped
+from mrl.events import Retried, SampleSkipped, Warned
 from tests.agents.scripted import Stage, call
 
 Made = Callable[..., Stage]
@@ -289,3 +289,25 @@ def test_a_segment_has_the_room_that_its_context_leaves(stage: Made) -> None:
     (dialog,) = on.run(on.opening(0, "ocean", facts=FACTS))
     assert dialog.failure is None, "who makes a context too long has come to no end, which is no failure"
     assert ([segment.ended for segment in dialog.segments], dialog.score) == (["length"], None)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"own_scores": {"first": 1.0, "third": 0.0}}, "no segment has third; without a score are second"),
+        ({"second": ""}, "segment 1 has no role"),
+    ],
+)
+def test_scores_of_other_roles_than_the_segments_are_an_error(stage: Made, options: dict[str, Any], what: str) -> None:
+    on = stage(lambda context: "go<|im_end|>", "Duel", options=options, retries=0, on_failure="stop")
+    with pytest.raises(AgentError, match=what):
+        on.run(on.opening(0))
+
+
+def test_players_write_in_separate_contexts(stage: Made) -> None:
+    on = stage(lambda context: "mine<|im_end|>" if "first" in context else "mine too<|im_end|>", "Duel")
+    (dialog,) = on.run(on.opening(0))
+    assert [segment.role for segment in dialog.segments] == ["first", "second"]
+    assert dialog.scores["first"] == -dialog.scores["second"] == dialog.score
+    assert "mine" not in on.contexts[1]
+    assert not [event for event in on.events if isinstance(event, Warned)], "contexts of players are no surprise"

@@ -113,3 +113,28 @@ def test_with_remax_all_segments_are_measured_by_the_greedy_conversation(tmp_pat
         baselines.setdefault(str(first["prompts"]), set()).add(round(last["scores"] - advantage, 4))
     assert [len(of_prompt) for of_prompt in baselines.values()] == [1] * 4
     assert all(0 < baseline <= 8 for of_prompt in baselines.values() for baseline in of_prompt), "tokens of a turn"
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_players_learn_from_their_role_s_baseline_also_after_a_resume(tmp_path: Path) -> None:
+    """Advantages of two steps against a loop over the conversations; the second step also in a resumed run."""
+    world = '{name: "tests.agents.worlds:Duel", max_turns: 2}'
+    rae = ("algorithm.advantage=rae", "algorithm.rae_decay=0.75", "training.dump_steps=[1, 2]")
+    baselines = {"first": 0.0, "second": 0.0}
+    for step in (1, 2):
+        options = (*rae, f"training.steps={step}", "training.save_every=1")
+        if step == 1:
+            run = trained(tmp_path, world, *options)
+        else:
+            run_mrl("train", str(tmp_path / "run.yaml"), *options)
+        rows: list[dict[str, Any]] = read_newest_samples(run / "tensors", 2 * SAMPLES)
+        for second, first in zip(rows[:SAMPLES], rows[SAMPLES:], strict=True):
+            lead = sum(first["response_mask"]) - sum(second["response_mask"])
+            for role, row, score in (("first", first, lead), ("second", second, -lead)):
+                baselines[role] += 0.25 * (score - baselines[role])
+                assert row["scores"] == score
+                assert row["advantages"] == pytest.approx([score - baselines[role]] * len(row["advantages"]), abs=1e-5)
+        last = read_metrics(run / "metrics.jsonl")[-1]
+        kept = {name.rpartition("/")[2]: value for name, value in last.items() if name.startswith("rae/baseline/")}
+        assert kept == {role: pytest.approx(baseline, abs=1e-9) for role, baseline in baselines.items()}

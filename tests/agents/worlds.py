@@ -79,6 +79,36 @@ class NewContext(Environment):
         return Done(score=float(turn.num_written))
 
 
+class Duel(Environment):
+    """Each of two players writes a text in a separate context; the longer text wins by one point per token."""
+
+    def __init__(
+        self,
+        first: str = "first",
+        second: str = "second",
+        scores: bool = True,
+        own_scores: dict[str, float] | None = None,
+    ) -> None:
+        self._roles, self._scores, self._own_scores = (first, second), scores, own_scores
+
+    def reset(self, task: Task) -> Start:
+        self._opening, self._lengths = task.messages[-1]["content"], list[int]()
+        return self._invite()
+
+    def step(self, turn: Turn) -> Answer:
+        self._lengths.append(turn.num_written)
+        if len(self._lengths) < len(self._roles):
+            return self._invite()
+        lead = float(self._lengths[0] - self._lengths[1])
+        if not self._scores:
+            return Done(score=lead)
+        return Done(scores=self._own_scores or dict(zip(self._roles, (lead, -lead), strict=True)))
+
+    def _invite(self) -> Start:
+        role = self._roles[len(self._lengths)]
+        return Start(messages=[{"role": "user", "content": f"{self._opening} {role}"}], role=role)
+
+
 class Waiting(Environment):
     """Answers twice. The first conversation of each prompt waits long for each answer."""
 

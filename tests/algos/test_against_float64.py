@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_all_names_are_tested() -> None:
     assert set(POLICY_LOSSES) - {"vanilla", "geo_mean", *CHOOSING_LOSSES} == set(oracles.POLICY_LOSSES)
     assert set(KL_ESTIMATORS) - {"kl", "mse", "low_var_kl"} == {"k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"}
     assert set(RATIO_LEVELS) == {"token", "sequence", "geometric", "none"}
-    assert len(set(adv.ADVANTAGES)) == 14
+    assert len(set(adv.ADVANTAGES)) == 15
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -226,11 +226,12 @@ def test_reinforce_plus_plus() -> None:
         assert_tokens(case, found.advantages_T, oracles.whiten(expected), 1e-7)
 
 
-def test_remax() -> None:
+@pytest.mark.parametrize("name", ["remax", "rae"])
+def test_score_above_a_baseline(name: Any) -> None:
     for case in all_cases():
         baselines_B = torch.tensor(case.baselines, dtype=torch.float64)
         inputs = AdvantageInputs(case.rows, case.mask_T, case.column("rewards"), baseline_scores_B=baselines_B)
-        found = estimate_advantages(inputs, AlgorithmConfig(advantage="remax", gamma=0.5))
+        found = estimate_advantages(inputs, AlgorithmConfig(advantage=name, gamma=0.5))
         returns = oracles.returns_to_go(case.written("rewards"), 1.0)
         expected = [[x - b for x in row] for row, b in zip(returns, case.baselines, strict=True)]
         assert found.returns_T is not None

@@ -49,15 +49,17 @@ def test_the_roles_of_a_team_are_those_that_learn() -> None:
     assert list(both.roles.items()) == [("actor", "the actor"), ("critic", "the critic")]
 
 
-def test_a_team_remembers_its_prompts_and_its_kl_coefficient(tmp_path: Path) -> None:
+def test_a_team_remembers_its_prompts_its_kl_coefficient_and_its_baselines(tmp_path: Path) -> None:
     config = make_config(tmp_path, algorithm={"kl": KL})
     team = team_of(kl_controller(config), drawn=12)
     team.kl.update(1.5, 5)
+    team.role_baselines.update("games", "first", 1.0, 0.75)
     assert team.kl.coef == pytest.approx(0.2 * (1 + 0.2 * 5 / 10))
     state = json.loads(json.dumps(team.state_dict()))
     resumed = team_of(kl_controller(config))
     resumed.load_state_dict(state)
     assert resumed.prompts.num_drawn == 12
+    assert resumed.role_baselines.state_dict() == {"games": {"first": 0.25}}
     assert resumed.kl == KLController(team.kl.coef, 0.5, 10)
     with pytest.raises(MrlError, match="the checkpoint's KL controller is 'adaptive'"):
         team_of(KLController(0.2)).load_state_dict(state)

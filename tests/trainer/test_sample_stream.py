@@ -264,6 +264,7 @@ def test_segments_of_what_is_drawn_ahead_are_kept_as_they_were(tmp_path: Path) -
     talk.observe(np.array([9], np.int32))
     talk.write(np.array([4], np.int32), np.array([-1.5], np.float32), "stop", np.array([4], np.int32))
     talk.end("done")
+    talk.role = "first"
     segment = segment_of(talk)
     batch = DataProto.from_dict({"responses": from_rows([[1], [2]])}, {"other_segments": [[segment, segment], []]})
     drawn, _ = drawn_from_bytes(drawn_to_bytes({3: ScoredBatch(batch, {"a": 1.0})}, 7))
@@ -271,9 +272,10 @@ def test_segments_of_what_is_drawn_ahead_are_kept_as_they_were(tmp_path: Path) -
     assert [len(segments) for segments in kept] == [2, 0]
     for found in kept[0]:
         assert found.keys() == segment.keys()
-        for name, values in segment.items():
-            np.testing.assert_array_equal(found[name], values)
-            assert found[name].dtype == values.dtype
+        assert found.pop("role") == "first"
+        for name, values in found.items():
+            np.testing.assert_array_equal(values, segment[name])
+            assert values.dtype == segment[name].dtype
 
 
 def test_a_damaged_file_of_batches_is_an_error(tmp_path: Path) -> None:

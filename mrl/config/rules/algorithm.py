@@ -67,6 +67,8 @@ def check_algorithm(config: Config) -> Iterator[Problem]:
     yield from _distillation(config)
     if algorithm.advantage == "online_dpo":
         yield from _online_dpo(config)
+    if algorithm.advantage == "rae":
+        yield from _role_baselines(config)
     if algorithm.advantage in NORM_ADVANTAGES:
         yield from _token_baseline(config)
     if algorithm.router_replay != "none":
@@ -150,6 +152,16 @@ def _online_dpo(config: Config) -> Iterator[Problem]:
     if algorithm.correction is not None:
         what = "weighs the two responses of a pair differently; DPO's loss of a pair needs no weights"
         yield problem("algorithm.correction", what, "algorithm.correction=null and asynchrony.ahead=0")
+
+
+def _role_baselines(config: Config) -> Iterator[Problem]:
+    """Yield what leaves a baseline of roles without roles, or with other scores than those in the advantages."""
+    if not config.agent.environments:
+        what = "rae has a baseline for each role of an environment, but there is no environment"
+        yield problem(_ADVANTAGE, what, f"add agent.environments, or {_ADVANTAGE}=reinforce_plus_plus")
+    if config.algorithm.kl.where in ("reward", "both"):
+        what = "rae's baselines are averages of scores without the KL, so the KL would not cancel out"
+        yield problem("algorithm.kl.where", what, "algorithm.kl.where=loss")
 
 
 def _token_baseline(config: Config) -> Iterator[Problem]:
