@@ -126,7 +126,8 @@ def test_the_kl_of_validation_is_a_mean_over_the_tokens_that_the_policy_wrote(wi
 
     actor, teacher = role("old_log_probs", [[-1.0, -7.0], [-2.0]]), role("teacher_log_probs", [[-2.0, -1.0], [-4.0]])
     teachers = Teachers(load_config(str(LAPTOP)).config, {"teacher": teacher})
-    values = validated_kl(actor, teachers, samples, 1.0)
+    values, untaught = validated_kl(actor, teachers, samples, 1.0)
+    assert untaught == {}
     assert np.mean(list(values.values())) == (1.5 if with_mask else -1.0)
     assert list(values) == ["sums a", "sums b"]
     assert values["sums b"] > values["sums a"], "the second prompt's tokens differ more"
