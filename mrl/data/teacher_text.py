@@ -84,11 +84,9 @@ def aligned(read: Read) -> list[AlignedResponse]:
 
 def aligned_sizes(read: Read) -> dict[str, float]:
     """Return the numbers of the teacher's tokens and of spans for each of the policy's tokens. Without any, nothing."""
-    num = sum(len(said.policy_spans) for said in aligned(read))
-    if not num:
-        return {}
-    num_spans = sum(1 + max(said.policy_spans, default=-1) for said in aligned(read))
-    return {"tokens_per_token": sum(len(said.ids) for said in aligned(read)) / num, "spans_per_token": num_spans / num}
+    sizes = [(len(said.policy_spans), len(said.ids), len({*said.spans})) for said in aligned(read)]
+    num, *others = (sum(column) for column in zip(*sizes, strict=True)) if sizes else (0,)
+    return {f"{name}_per_token": x / num for name, x in zip(("tokens", "spans"), others, strict=True)} if num else {}
 
 
 def response_aligners(config: Config, policy: ChatTokenizer) -> dict[str, ResponseAligner]:
@@ -106,21 +104,22 @@ def response_aligners(config: Config, policy: ChatTokenizer) -> dict[str, Respon
 
 def _refuse(config: Config, path: str, difference: str) -> None:
     """Raise an error if a teacher that reads texts cannot be used with this configuration."""
-    distillation, own = config.algorithm.distillation, "a teacher with the policy's tokenizer"
+    distillation, key = config.algorithm.distillation, "algorithm.distillation"
     assert distillation is not None, "a rule requires it with a teacher"
-    if config.agent.environments:
-        what = f"{difference}; it needs texts, but conversations with environments are token ids"
-        raise ModelError(what, where=path, fix=f"choose {own}")
-    key = "algorithm.distillation"
-    if distillation.form == "sampled":
-        what = (
-            "an estimate at each token needs the teacher's log-prob of the token, and it has those of spans of tokens"
-        )
-        fix = f"{key}.form=advantage, which has the gradient of estimator=k2, or {own}"
-        raise ModelError(f"{difference}; {what}", where=path, fix=fix)
-    if distillation.form != "advantage":
-        what = f"{key}.form={distillation.form} compares distributions over one vocabulary"
-        raise ModelError(f"{difference}; {what}", where=path, fix=f"{key}.form=advantage, or {own}")
-    if distillation.context is not None:
-        what = f"{key}.context is written in the policy's tokens and template"
-        raise ModelError(f"{difference}; {what}", where=path, fix=f"{key}.context=null, or {own}")
+    form, advantage = distillation.form, f"{key}.form=advantage"
+    texts = "it needs texts, but conversations with environments are token ids"
+    sampled = "an estimate at each token needs the teacher's log-prob of the token, and it has those of spans of tokens"
+    problems = (
+        (config.agent.environments, texts, "choose "),
+        (form == "sampled", sampled, f"{advantage}, which has the gradient of estimator=k2, or "),
+        (form != "advantage", f"{key}.form={form} compares distributions over one vocabulary", f"{advantage}, or "),
+        (
+            distillation.context,
+            f"{key}.context is written in the policy's tokens and template",
+            f"{key}.context=null, or ",
+        ),
+    )
+    for is_refused, what, fix in problems:
+        if is_refused:
+            fix += "a teacher with the policy's tokenizer"
+            raise ModelError(f"{difference}; {what}", where=path, fix=fix)

@@ -10,7 +10,7 @@ from mrl.config.schema import Config
 from mrl.data.chat import ChatTokenizer
 from mrl.data.rlhf_dataset import Prompt, to_batch
 from mrl.data.teacher_context import Untaught, teacher_context
-from mrl.data.teacher_text import ResponseAligner, aligned_sizes, response_aligners
+from mrl.data.teacher_text import Read, aligned_sizes, response_aligners
 from mrl.preflight.findings import CheckResult, ok, warn
 
 Prompts = Mapping[str, Sequence[Prompt]]
@@ -26,32 +26,23 @@ def check_teachers_prompts(config: Config, tokenizer: ChatTokenizer, scored: Pro
             yield ok(f"teacher's prompts of {key}", f"{len(lengths)} rows, at most {max(lengths)} tokens{of}")
         for role, aligner in aligners.items():
             if own := [prompt for prompt in prompts if teacher_of(config, prompt.row.data_source) == role]:
-                yield from _check_aligned(config, role, aligner, tokenizer, own, f"{role}'s tokens of {key}")
+                texts = [prompt.row.messages[-1]["content"] for prompt in own]
+                read = [aligner.align(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+                prompt = max(len(aligner.encoder.prompt(of_role.row.messages)) for of_role in own)
+                yield from _check_aligned(config, role, read, prompt, f"{role}'s tokens of {key}")
 
 
-def _check_aligned(
-    config: Config,
-    role: str,
-    aligner: ResponseAligner,
-    tokenizer: ChatTokenizer,
-    prompts: Sequence[Prompt],
-    about: str,
-) -> Iterator[CheckResult]:
-    """Write the last message of each prompt, as if it were a response, in the tokens of a teacher."""
-    texts = [prompt.row.messages[-1]["content"] for prompt in prompts]
-    read = [aligner.align(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+def _check_aligned(config: Config, role: str, read: Read, prompt: int, about: str) -> Iterator[CheckResult]:
+    """Write what a teacher reads of texts, as if they were responses. Its longest prompt has this many tokens."""
     if lost := Counter(said.value for said in read if isinstance(said, Untaught)):
         listed = ", ".join(f"{reason} {num}" for reason, num in lost.items())
         what = f"{lost.total()} of {len(read)} texts cannot be aligned: {listed}"
         yield warn(about, what, "such responses have no teacher; teacher/untaught/... counts them by reason")
     if not (sizes := aligned_sizes(read)):
         return
-    prompt = max(len(aligner.encoder.prompt(row.row.messages)) for row in prompts)
     longest = prompt + round(sizes["tokens_per_token"] * config.rollout.max_response_tokens)
-    what = (
-        f"the teacher reads {sizes['tokens_per_token']:.2f} tokens and {sizes['spans_per_token']:.2f} spans for each "
-    )
-    what += f"token of the policy, and at most {prompt} tokens of a prompt"
+    per_token = f"{sizes['tokens_per_token']:.2f} tokens and {sizes['spans_per_token']:.2f} spans"
+    what = f"the teacher reads {per_token} for each token of the policy, and at most {prompt} tokens of a prompt"
     model = config.model_roles()[role]
     if longest > (room := model.max_tokens_per_device * model.parallel.cp):
         what += f"; the longest sample has about {longest}, and {room} fit, so it has no teacher"

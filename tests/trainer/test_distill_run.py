@@ -107,11 +107,15 @@ def test_a_student_comes_near_to_a_teacher_with_another_tokenizer(directory: Pat
     Qwen3ForCausalLM(config).save_pretrained(foreign)
     of_teacher = (f"model.path={foreign}", "run.name=foreign-teacher", "batch.max_prompt_tokens=32")
     run_mrl("sft", str(directory / "teacher.yaml"), *of_teacher)
-    taught = (f"teacher.path={directory}/foreign-teacher/model", "algorithm.distillation.form=advantage")
+    text = (f"model.path={directory}/fresh-student", "run.name=half-student", "training.steps=12")
+    run_mrl("sft", str(directory / "teacher.yaml"), *text)  # bytes of a random model are no text
+    taught = (f"model.path={directory}/half-student/model", "algorithm.distillation.form=advantage")
+    taught += (f"teacher.path={directory}/foreign-teacher/model",)
     lines = train(directory, "foreign", *taught)
     apart = [line["val/teacher_kl"] for line in lines if "val/teacher_kl" in line]
     assert len(apart) == 5
     assert apart[-1] < 0.8 * apart[0], apart
+    assert all(line["teacher/untaught_share"] < 0.5 for line in lines[1:])
     assert all(0 < line["teacher/spans_per_token"] <= line["teacher/tokens_per_token"] < 1 for line in lines[1:])
     warned = [record.event for record in read_events(directory / "foreign" / "events.jsonl")]
     reported = [event for event in warned if isinstance(event, Warned) and event.about == "teacher"]
