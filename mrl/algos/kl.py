@@ -162,11 +162,33 @@ def divergence(log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> tup
 
 
 def distilled_advantages(
-    advantages_T: Tensor, log_probs_T: Tensor, teacher_log_probs_T: Tensor, mask_T: Tensor, coef: float
+    advantages_T: Tensor,
+    log_probs_T: Tensor,
+    teacher_log_probs_T: Tensor,
+    mask_T: Tensor,
+    coef: float,
+    spans_T: Tensor | None = None,
 ) -> Tensor:
     """Return A_t - coef (log pi(y_t) - log nu(y_t)): k1 of the reverse KL as a reward of the token, without a gradient.
 
     Its expected policy gradient is that of the KL at each position separately: a token is not charged for later tokens.
+
+    With spans, each token gets D_s, the sum of the difference over its span s. A span is one action with the log-prob
+    sum_t log pi(y_t), so the gradient of its KL is E[D_s grad log pi(s)] = E[sum_t D_s grad log pi(y_t)]. D_s / n for
+    each of n tokens would weigh a span by 1 / n, and D_s for the last token would leave out the gradient of the others.
     """
     log_ratio_T = apply_mask(log_probs_T, mask_T) - apply_mask(teacher_log_probs_T, mask_T)
+    if spans_T is not None:
+        log_ratio_T = span_sums(log_ratio_T, spans_T)
     return at_least_float32(advantages_T) - coef * log_ratio_T.detach()
+
+
+UNTAUGHT, CONTINUES, BEGINS = 0, 1, 2
+"""Values of the column `teacher_spans`: a token without a teacher, a later token of a span, its first token."""
+
+
+def span_sums(values_T: Tensor, spans_T: Tensor) -> Tensor:
+    """Return for each token the sum over its span. A token without a teacher is a separate span."""
+    number_T = (spans_T != CONTINUES).long().cumsum(0) - 1
+    values64_T = values_T.double()  # in which sums of a few values do not depend on their order on a GPU
+    return torch.zeros_like(values64_T).index_add(0, number_T, values64_T)[number_T].to(values_T.dtype)

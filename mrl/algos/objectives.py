@@ -29,6 +29,8 @@ class ActorColumns:
     divergence_T: Tensor | None = None
     taught_T: Tensor | None = None
     """Tokens that have a teacher. None for all."""
+    teacher_spans_T: Tensor | None = None
+    """Spans of a teacher with another tokenizer. None compares the policy and the teacher token by token."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def actor_objective(
     if distillation is not None and distillation.form == "advantage":
         teacher_T = _column(extra.teacher_log_probs_T, "teacher_log_probs_T", "distillation")
         advantages_T, old_T = tokens.advantages_T, tokens.old_log_probs_T
-        advantages_T = distilled_advantages(advantages_T, old_T, teacher_T, taught_T, distillation.coef)
+        ratio_T = (old_T, teacher_T, taught_T)
+        advantages_T = distilled_advantages(advantages_T, *ratio_T, distillation.coef, extra.teacher_spans_T)
         tokens = replace(tokens, advantages_T=advantages_T)
     policy = POLICY_LOSSES.resolve(config.policy)(tokens, config, **config.options)
     if config.opsm_delta is not None:

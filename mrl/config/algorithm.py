@@ -176,7 +176,8 @@ class DistillationConfig:
     """`advantage` subtracts coef (log pi - log nu) from the advantage of the sampled token, where nu is the teacher.
     The other forms are loss terms: `sampled` is an estimate at the sampled token; `top_k` is a divergence of the
     next-token distributions over the teacher's `top_k` likeliest tokens, with all other tokens as one; `full` is the
-    same over the full vocabulary."""
+    same over the full vocabulary. A teacher with another tokenizer than the policy's reads texts, and needs
+    `advantage`: log pi and log nu are then sums over the shortest spans of text that both tokenizers share."""
     coef: Amount = 1.0
     """Coefficient of the teacher's term."""
     reward_coef: Amount = 1.0

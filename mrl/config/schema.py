@@ -211,7 +211,8 @@ class RewardModelConfig(ModelScoreConfig, MegatronModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig(MegatronModelConfig):
-    """A frozen model that the policy learns from (`algorithm.distillation`). It must use the policy's tokens."""
+    """A frozen model that the policy learns from (`algorithm.distillation`). With another tokenizer than the policy's,
+    it reads texts."""
 
     path: Text
     """A directory or a name on the hub, as in `model.path`."""

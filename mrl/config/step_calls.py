@@ -76,6 +76,8 @@ def _needed_by_actor(config: Config) -> Columns:
 
 
 TEACHER_COLUMNS: Columns = ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_hidden")
+TEACHER_SPANS = "teacher_spans"
+"""Column that the trainer writes if a teacher has another tokenizer than the policy."""
 
 
 def _taught(config: Config) -> Columns:
@@ -213,7 +215,7 @@ UPDATE_ACTOR = StepCall(
     reads=("prompts", "responses", "advantages"),
     optional=(
         *("response_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs", "staleness"),
-        *(*TEACHER_COLUMNS, "sampling_mask", "routes"),
+        *(*TEACHER_COLUMNS, TEACHER_SPANS, "sampling_mask", "routes"),
     ),
     needs=_needed_by_actor,
 )

@@ -140,20 +140,28 @@ class ResponseEncoder:
 
     def __init__(self, path: str, data: DataConfig) -> None:
         """Read the model's tokenizer. Refuse a template that does not end its turns."""
-        tokenizer = self._tokenizer = load_tokenizer(path, replace(data, template_file=None))
+        tokenizer = self.tokenizer = load_tokenizer(path, replace(data, template_file=None))
         self._prompts = PromptEncoder(tokenizer, {}, raw_text=data.raw_text)
         example = _row([{"role": "user", "content": "?"}], said="!")
         text = self._prompts.render(example)
         (ids,) = self._prompts.encode([text])
-        self._end = self._prompts.answer(example, text, ids).ids[-1]
+        self.end = self._prompts.answer(example, text, ids).ids[-1]
 
     def encode(self, messages: Sequence[Message], response: str, is_truncated: bool) -> tuple[list[int], list[int]]:
         """Return the tokens of the prompt and of the response. The score is read at the last token."""
-        (prompt,) = self._prompts.encode([self._prompts.render(_row(messages))])
-        (ids,) = self._tokenizer([response], add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return prompt, ids if is_truncated and ids else [*ids, self._end]
+        ids = self.text(response)
+        return self.prompt(messages), ids if is_truncated and ids else [*ids, self.end]
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        (ids,) = self._prompts.encode([self._prompts.render(_row(messages))])
+        return ids
+
+    def text(self, response: str) -> list[int]:
+        """Return the tokens of the response without the token that ends it."""
+        (ids,) = self.tokenizer([response], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return ids
 
 
 def _row(messages: Sequence[Message], said: str = "") -> PromptRow:
     answer = ({"role": "assistant", "content": said},) if said else ()
-    return PromptRow(tuple(messages), "", None, None, {}, None, "the prompt of a reward model", answer)
+    return PromptRow(tuple(messages), "", None, None, {}, None, "a prompt for a model with another tokenizer", answer)

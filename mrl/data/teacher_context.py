@@ -27,9 +27,22 @@ class Untaught(Enum):
     NO_SUCCESS = "no_success"
     """No other sample of the prompt is a success."""
     CONTROL_TOKEN = "control_token"
-    """The success contains a control token, which would speak in another role."""
+    """The success contains a control token, which would speak in another role. With another tokenizer: the response
+    contains one before its end, which is no text."""
     TOO_LONG = "too_long"
-    """The teacher's prompt has more than `context_tokens`, and `data.overlong` does not shorten it."""
+    """The teacher's prompt has more than `context_tokens`, and `data.overlong` does not shorten it. With another
+    tokenizer: prompt and response have more tokens than the teacher reads at once."""
+    NOT_TEXT = "not_text"
+    """With another tokenizer: the response is not valid UTF-8."""
+    OTHER_TEXT = "other_text"
+    """With another tokenizer: the teacher's tokens are another text, because its tokenizer has no token for a part of
+    the response, or rewrites it."""
+
+
+OF_SUCCESS = (Untaught.NO_SUCCESS, Untaught.CONTROL_TOKEN, Untaught.TOO_LONG)
+"""Reasons with {success}."""
+OF_TEXT = (Untaught.CONTROL_TOKEN, Untaught.TOO_LONG, Untaught.NOT_TEXT, Untaught.OTHER_TEXT)
+"""Reasons with another tokenizer, which a context excludes."""
 
 
 class TeacherContext:

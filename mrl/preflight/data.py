@@ -17,9 +17,8 @@ from mrl.config.rules.reward_options import asks_own_engines
 from mrl.config.schema import Config
 from mrl.config.sft import AnyConfig, SftConfig
 from mrl.data.chat import ChatTokenizer, end_tokens, load_tokenizer
-from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset, open_sft_dataset, to_batch
+from mrl.data.rlhf_dataset import Prompt, RLHFDataset, SkippedRow, open_dataset, open_sft_dataset
 from mrl.data.rows import first_answer
-from mrl.data.teacher_context import TeacherContext, teacher_context
 from mrl.errors import BadRow, DataError, ModelError
 from mrl.events import EventLog
 from mrl.hub import is_offline, model_directory
@@ -28,6 +27,7 @@ from mrl.plan.known_models import model_spec
 from mrl.plan.memory import gib
 from mrl.preflight.agents import check_agents
 from mrl.preflight.findings import CheckResult, Verdict, fail, guarded, ok, skip, warn
+from mrl.preflight.teachers import check_teachers_prompts
 from mrl.rewards.outcome import Failure, Outcome, Score
 from mrl.rewards.sample import Sample
 from mrl.trainer.checks import check_reference, check_reward_models, check_reward_sources, check_teachers
@@ -129,8 +129,8 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
         return
     if config.agent.environments:
         yield from guarded("agent", check_agents(config, scored, tokenizer))
-    if (context := teacher_context(config, tokenizer)) is not None:
-        yield from guarded("teacher's prompts", _check_context(context, scored))
+    if config.algorithm.distillation is not None:
+        yield from guarded("teacher's prompts", check_teachers_prompts(config, tokenizer, scored))
     case = "a pattern must match the whole name; case matters"
     yield from guarded("rewards", (warn("rewards", warning, case) for warning in check_reward_sources(config)))
     if config.agent.environments:  # an environment may score rows that no function scores
@@ -144,15 +144,6 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
         part_prompts = {key: prompts for key, prompts in scored.items() if key.startswith(f"data.{part}.")}
         others_score = bool(config.scoring_models() or config.agent.environments)
         yield from guarded("rewards", _check_rewards(reward, part_prompts, tokenizer, others_score))
-
-
-def _check_context(context: TeacherContext, scored: Mapping[str, Sequence[Prompt]]) -> Iterator[CheckResult]:
-    """Write the prompts that a teacher would read for these rows."""
-    for key, prompts in scored.items():
-        if prompts:
-            lengths = [len(ids) for ids in context.prompts_of_rows(to_batch(prompts))]
-            of = " without {success}" if context.shows_success else ""
-            yield ok(f"teacher's prompts of {key}", f"{len(lengths)} rows, at most {max(lengths)} tokens{of}")
 
 
 def _check_ends(config: Config, tokenizer: ChatTokenizer) -> Iterator[CheckResult]:

@@ -173,8 +173,8 @@ def _methods(config: AnyConfig, role: str) -> tuple[list[Method], list[Method]]:
 
 def _columns(call: step_calls.StepCall, config: Config) -> tuple[str, ...]:
     """Return the columns that a call may read. The teacher's exist only if the configuration needs them."""
-    optional = [name for name in call.optional if name not in (*step_calls.TEACHER_COLUMNS, "sampling_mask", "routes")]
-    return (*call.reads, *optional, *call.needs(config))
+    of_some = (*step_calls.TEACHER_COLUMNS, step_calls.TEACHER_SPANS, "sampling_mask", "routes")
+    return (*call.reads, *(name for name in call.optional if name not in of_some), *call.needs(config))
 
 
 def _widths(config: AnyConfig) -> dict[str, int]:

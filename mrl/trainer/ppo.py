@@ -223,9 +223,10 @@ class RayPPOTrainer:
         if teachers is not None and compares_teacher(self.config.algorithm):
             with self.clock("validation"):
                 samples = self.components.validator.samples
-                values = {"teacher_kl": validated_kl(self.actor, teachers, samples, _FETCH_S)}
-                self.components.validator.by_prompt["val/teacher_kl"] = values["teacher_kl"]
-                figures |= with_intervals("val", values)
+                values, untaught = validated_kl(self.actor, teachers, samples, _FETCH_S)
+                kl = {"teacher_kl": values} if values else {}
+                self.components.validator.by_prompt.update({f"val/{name}": of_kl for name, of_kl in kl.items()})
+                figures |= with_intervals("val", kl) | untaught
             self.components.turns.end()
         while self.components.validator.warnings:
             self.run.warn("validation", self.components.validator.warnings.pop(0))

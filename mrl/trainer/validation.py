@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mrl.algos.kl import UNTAUGHT
 from mrl.config import step_calls
 from mrl.config.arithmetic import compares_teacher
 from mrl.config.reward import label_of
@@ -29,7 +30,7 @@ from mrl.observe.confidence import ratio_values, with_intervals
 from mrl.protocol import DataProto
 from mrl.trainer.generation import Generator, ScoredBatch
 from mrl.trainer.model_scores import ModelScores
-from mrl.trainer.role_client import RoleClient
+from mrl.trainer.role_client import Metrics, RoleClient
 from mrl.trainer.segments import trained_rows
 from mrl.trainer.step_metrics import sample_columns
 from mrl.trainer.teachers import Teachers
@@ -228,25 +229,37 @@ def _best(table: Table, k: int) -> npt.NDArray[np.float64]:
     return np.array([table[start + np.argmax(table[start : start + k, _WORTH]), _RULE] for start in starts])
 
 
-def validated_kl(actor: RoleClient, teachers: Teachers, samples: Sequence[DataProto], timeout_s: float) -> ByPrompt:
-    """Return values of the prompts whose mean is the mean of log pi - log nu over the tokens that the policy wrote."""
+def validated_kl(
+    actor: RoleClient, teachers: Teachers, samples: Sequence[DataProto], timeout_s: float
+) -> tuple[ByPrompt, Metrics]:
+    """Return values of the prompts whose mean is the mean of log pi - log nu over the tokens that the policy wrote.
+
+    Tokens without a teacher are left out. Return also the share of the samples without one, if there may be some.
+    """
+    untaught: list[float] = []
     sums: dict[str, float] = defaultdict(float)
     sizes: dict[str, float] = defaultdict(float)
     for part in samples:  # row ids repeat across batches
         rows = trained_rows(part)
         batch = rows.select(*(name for name in ("prompts", "responses", "response_mask") if name in rows.columns()))
         batch = actor.score(step_calls.LOG_PROB.method, batch)
-        batch = batch.union(teachers.columns(step_calls.TEACHER_LOG_PROB, batch, rows)[0])
-        columns = fetch(batch, timeout_s)
+        written, figures = teachers.columns(step_calls.TEACHER_LOG_PROB, batch, rows)
+        untaught += [figures["teacher/untaught_share"]] * len(rows) if "teacher/untaught_share" in figures else []
+        columns = fetch(batch.union(written), timeout_s)
         difference_T = columns.values("old_log_probs").double() - columns.values("teacher_log_probs").double()
         has_mask = "response_mask" in columns.columns()
         mask_T = columns.values("response_mask").bool() if has_mask else torch.ones_like(difference_T, dtype=torch.bool)
+        if step_calls.TEACHER_SPANS in columns.columns():
+            mask_T = mask_T & (columns.values(step_calls.TEACHER_SPANS) != UNTAUGHT)
         lengths = torch.as_tensor(columns.lengths("responses"))
         parts = zip(*(torch.split(column_T, lengths.tolist()) for column_T in (difference_T, mask_T)), strict=True)
         for sample, (row_T, written_T) in zip(rows["sample"].tolist(), parts, strict=True):
             prompt = f"{part['data_source'][sample]} {part['uid'][sample]}"
             sums[prompt] += float(row_T[written_T].sum())
             sizes[prompt] += int(written_T.sum())
-    written = [prompt for prompt, size in sizes.items() if size]
-    values = ratio_values(*(np.array([column[prompt] for prompt in written]) for column in (sums, sizes)))
-    return dict(zip(written, values.tolist(), strict=True))
+    prompts = [prompt for prompt, size in sizes.items() if size]
+    share = {"val/untaught_share": float(np.mean(untaught))} if untaught else {}
+    if not prompts:
+        return {}, share
+    values = ratio_values(*(np.array([column[prompt] for prompt in prompts]) for column in (sums, sizes)))
+    return dict(zip(prompts, values.tolist(), strict=True)), share

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.chosen_tokens import UpdateTokens, select_tokens
+from mrl.algos.kl import span_sums
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
 from mrl.algos.old_policy import approximate_old_log_probs
@@ -252,6 +253,7 @@ def policy_loss(config: AlgorithmConfig, norm: LossNormalizer, batch: LossInput)
         columns.get("teacher_log_probs"),
         batch.scores.divergence_T,
         columns.get("taught"),
+        columns.get(step_calls.TEACHER_SPANS),
     )
     tokens = PolicyTokens(rows, mask_T, log_probs_T, old_T, columns["advantages"], columns.get("selected"))
     objective = actor_objective(tokens, config.loss, norm, extra, config.kl, config.distillation)
@@ -269,7 +271,9 @@ def _means(batch: LossInput, norm: LossNormalizer, distillation: DistillationCon
     if distillation is not None:
         taught_T = batch.columns.get("taught", mask_T)
         difference_T = apply_mask(log_probs_T.detach() - batch.columns["teacher_log_probs"], taught_T)
-        means_T |= {"teacher_kl": difference_T, "taught_abs": distillation.coef * difference_T.abs()}
+        spans_T = batch.columns.get(step_calls.TEACHER_SPANS)
+        signal_T = difference_T if spans_T is None else span_sums(difference_T, spans_T)
+        means_T |= {"teacher_kl": difference_T, "taught_abs": distillation.coef * signal_T.abs()}
         means_T["advantages_abs"] = distillation.reward_coef * batch.columns["advantages"].abs()
         if "taught" in batch.columns:
             means_T["taught_tokens"] = taught_T.to(difference_T.dtype)

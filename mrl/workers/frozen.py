@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mrl.algos.kl import UNTAUGHT
 from mrl.config import step_calls
-from mrl.controller import RankInfo, register_call
+from mrl.controller import Dispatch, RankInfo, register, register_call
 from mrl.engine.scores import ScoreRequest
 from mrl.protocol import DataProto
 from mrl.protocol.columns import jagged
@@ -81,14 +82,22 @@ class TeacherWorker(ScoresAsTeacher):
         """Compute also the hidden states, from which all log-probs follow."""
         return self._taught(batch, sizes, hidden=True)
 
+    @register(Dispatch.DATA_PARALLEL, reads=("prompts", "responses"), writes=("teacher_log_probs",))
+    def compute_own_log_prob(self, batch: DataProto, sizes: MicroBatchSizes) -> DataProto | None:
+        """Compute log-probs of the teacher's own tokens, which `trainer/text_teacher.py` has made of the responses."""
+        scores = self.forward(token_rows(batch, {}), sizes, ScoreRequest(self._temperature))
+        return None if scores is None else response_column(batch, "teacher_log_probs", scores.log_probs_T)
+
 
 def teacher_values(batch: DataProto, *, only_some: bool) -> dict[str, Tensor]:
     """Return the teacher's columns of these rows, if they have any.
 
     If only some rows have a teacher, the column `taught` marks their tokens. All others get values that mean nothing:
-    zeros, and distinct token ids, so that divergences stay finite.
+    zeros, and distinct token ids, so that divergences stay finite. With another tokenizer, the spans mark them.
     """
-    columns = optional_values(batch, *step_calls.TEACHER_COLUMNS)
+    columns = optional_values(batch, *step_calls.TEACHER_COLUMNS, step_calls.TEACHER_SPANS)
+    if (spans_T := columns.get(step_calls.TEACHER_SPANS)) is not None:
+        return columns | {"taught": spans_T != UNTAUGHT}
     if not only_some or not columns:
         return columns
     taught_T = torch.from_numpy(np.repeat(batch.lengths("teacher_log_probs") > 0, batch.lengths("responses")))

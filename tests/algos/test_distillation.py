@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
-from mrl.algos.kl import distilled_advantages, divergence, token_kl
+from mrl.algos.kl import BEGINS, CONTINUES, UNTAUGHT, distilled_advantages, divergence, span_sums, token_kl
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
 from mrl.algos.rows import Rows
@@ -93,6 +93,38 @@ def test_what_sampled_estimators_push_towards() -> None:
     assert torch.allclose(loss("k2"), gradient_of(1.0), atol=1e-12)
     assert torch.allclose(loss("k3"), gradient_of(0.0), atol=1e-12)
     assert loss("k1").abs().max() < 1e-12
+
+
+def test_an_advantage_over_spans_has_the_gradient_of_the_kl_of_spans() -> None:
+    """All spans of one token, or of two: 0 ends a span, 1 and 2 need a second token. Exactly, not by sampling."""
+    chance = torch.Generator().manual_seed(5)
+    first, second = (torch.randn(*shape, dtype=F64, generator=chance).requires_grad_() for shape in ((3,), (3, 3)))
+    spans = [(0,), *((a, b) for a in (1, 2) for b in range(3))]
+    teacher = torch.randn(len(spans), dtype=F64, generator=chance).log_softmax(0)
+
+    def of_tokens(span: tuple[int, ...]) -> Tensor:
+        return torch.stack([first.log_softmax(0)[span[0]], *(second[span[0]].log_softmax(0)[b] for b in span[1:])])
+
+    kl, estimate = torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)
+    for span, log_prob in zip(spans, teacher, strict=True):
+        own = of_tokens(span)
+        kl = kl + own.sum().exp() * (own.sum() - log_prob)
+        shares, mask = torch.full((len(span),), float(log_prob) / len(span), dtype=F64), torch.ones(len(span)).bool()
+        places = torch.tensor([BEGINS, CONTINUES][: len(span)])
+        advantages = distilled_advantages(torch.zeros_like(own), own, shares, mask, 1.0, places)
+        estimate = estimate - own.sum().exp().detach() * (advantages * own).sum()
+    expected, found = (torch.autograd.grad(loss, (first, second), retain_graph=True) for loss in (kl, estimate))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+        assert b.abs().max() > 0.01
+
+
+def test_a_span_does_not_reach_into_the_next_row_or_over_a_token_without_a_teacher() -> None:
+    values, places = tensor([1.0, 2.0, 4.0, 8.0, 16.0]), torch.tensor([BEGINS, CONTINUES, UNTAUGHT, BEGINS, CONTINUES])
+    assert span_sums(values, places).tolist() == [3, 3, 4, 24, 24]
+    whole = torch.tensor([True, True, False, True, True])
+    advantages = distilled_advantages(tensor([0.0] * 5), values, tensor([0.0] * 5), whole, 0.5, places)
+    assert advantages.tolist() == [-1.5, -1.5, 0, -12, -12]
 
 
 def test_an_advantage_of_distillation_changes_nothing_on_masked_tokens() -> None:

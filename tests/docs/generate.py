@@ -62,6 +62,7 @@ _FROM_ELSEWHERE = {
     "response_mask": "conversations of environments, and the rows of `mrl sft`",
     "baseline_scores": "rollout and rewards, for a greedy answer",
     "position": "the trainer",
+    "teacher_spans": "the trainer",
 }
 
 COLUMNS = {
@@ -84,6 +85,11 @@ COLUMNS = {
     "teacher_log_probs": (
         "tokens",
         "log-prob of each response token by the teacher, at rollout.temperature",
+    ),
+    "teacher_spans": (
+        "tokens",
+        "with a teacher that has another tokenizer: 2 for the first token of a span of text, 1 for a later one, 0 "
+        "without a teacher",
     ),
     "teacher_top_ids": ("tokens", "the teacher's most likely tokens at each response position"),
     "teacher_top_log_probs": ("tokens", "log-probs of `teacher_top_ids`; last, that of all other tokens together"),

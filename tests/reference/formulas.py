@@ -280,8 +280,18 @@ def _advantage(loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: T
         advantage = taught["reward_coef"] * advantage
     if taught and taught["form"] == "advantage" and row.success is not None:
         old = _old_log_probs(loss, log_probs, row)
-        advantage = advantage - taught["coef"] * (old - row.columns["teacher_log_probs"])
+        advantage = advantage - taught["coef"] * over_spans(row, old - row.columns["teacher_log_probs"])
     return advantage
+
+
+def over_spans(row: Row, values: Tensor) -> Tensor:
+    """Return for each token the sum over the span that it belongs to: itself, unless the teacher reads texts."""
+    if "teacher_spans" not in row.columns:
+        return values
+    marks = row.columns["teacher_spans"].tolist()
+    starts = [at for at, mark in enumerate(marks) if mark != 1]
+    sums = [values[a:b].sum().expand(b - a) for a, b in zip(starts, [*starts[1:], len(marks)], strict=True)]
+    return torch.cat(sums)
 
 
 def _old_log_probs(loss: dict[str, Any], log_probs: Tensor, row: Row) -> Tensor:

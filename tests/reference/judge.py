@@ -115,6 +115,7 @@ class Judge:
         expected = validation_figures(rows, settings["samples_per_prompt"], settings["solved_at"])
         figures = dict(validation["figures"])
         teacher_kl, *_ = (figures.pop(f"val/teacher_kl{end}", None) for end in ("", "/low", "/high"))
+        untaught = figures.pop("val/untaught_share", None)
         by_model = {name for name in figures if re.search(r"/model/mean@\d+$|/solved/best@\d+$", name)}
         assert bool(by_model) == (self.config["reward_model"] is not None)
         by_rule = {name: value for name, value in figures.items() if name.removesuffix("/low") not in by_model}
@@ -124,9 +125,14 @@ class Judge:
         assert (teacher_kl is None) == (taught is None or "{success}" in (taught["context"] or ""))
         if teacher_kl is not None and validation["after"] == 0:  # the policy changes after step 0
             reference = Reference(dict(self.config))
+            samples = [row_of(row) for row in rows]
+            if reference.reads_text:
+                assert untaught == pytest.approx(reference.teach_texts(samples)["teacher/untaught_share"])
+                samples = [row for row in samples if row.success is not None]
+            of_teacher = [row.columns.get("teacher_log_probs", None) for row in samples]
             whole = [
-                reference.log_probs(reference.actor, row)[0] - reference.taught_log_probs(row)
-                for row in map(row_of, rows)
+                reference.log_probs(reference.actor, row)[0] - (reference.taught_log_probs(row) if of is None else of)
+                for row, of in zip(samples, of_teacher, strict=True)
             ]
             assert teacher_kl == pytest.approx(float(torch.cat(whole).mean()), abs=1e-5)
 

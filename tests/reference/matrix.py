@@ -114,6 +114,15 @@ OF_MASKED: tuple[dict[str, Any], ...] = (
     {"drawn_from": (12, 1.0), "old_log_probs": "engine", "resume": True},
 )
 """top_k and top_p of engines that return the tokens from which each token was drawn."""
+FOREIGN: dict[str, Any] = {name: levels[0] for name, levels in GROUPS.items()} | {
+    "distillation": ("advantage", 0),
+    "teacher": ("foreign", 28),
+}
+OF_FOREIGN: tuple[dict[str, Any], ...] = (
+    {"kl": "loss", "resume": True},
+    {"updates": "3 updates", "reward_coef": 0.4, "advantage": "rloo"},
+)
+"""A teacher with another tokenizer, and its `max_tokens_per_device`, into which some samples do not fit."""
 SCHEDULES = {
     "constant": {},
     "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},
@@ -247,7 +256,8 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
         if not options.get("context"):
             del values["algorithm"]["distillation"]["context_tokens"]
     if options["distillation"] and (options.get("has_teacher") or not options.get("context")):
-        values["teacher"] = {"path": str(models / "teacher"), "dtype": "float32", "max_tokens_per_device": 64}
+        model, room = options.get("teacher", ("teacher", 64))
+        values["teacher"] = {"path": str(models / model), "dtype": "float32", "max_tokens_per_device": room}
         values["placement"]["roles"]["teacher"] = "all"
     failures = options["sampling"] == "failures"
     return LocalCase(name, dict(options), values, options["mask"], failures, 2 if resume else None)
@@ -284,6 +294,7 @@ def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
     combinations += [("shown", SHOWN | changes) for changes in OF_SHOWN]
     combinations += [("baselines", BASELINES | changes) for changes in OF_BASELINES]
     combinations += [("masked", MASKED | changes) for changes in OF_MASKED]
+    combinations += [("foreign", FOREIGN | changes) for changes in OF_FOREIGN]
     parts: dict[str, tuple[int, list[LocalCase]]] = {}
     for ranks in (1, 2):
         cases = [

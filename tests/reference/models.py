@@ -1,4 +1,5 @@
-"""The smallest possible models with one vocabulary: a policy, a critic, a reward model and a teacher."""
+"""The smallest possible models: a policy, a critic, a reward model and a teacher with one vocabulary, and a `foreign`
+teacher with another one."""
 
 from __future__ import annotations
 
@@ -7,20 +8,28 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
 
+from mrl.data.chat import load_tokenizer
 from mrl.demo.model import save_toy_tokenizer
+from tests.data.two_tokenizers import byte_level
 
-MODELS = (("policy", None), ("critic", 1), ("scorer", 1), ("teacher", None))
+MODELS = (("policy", None), ("critic", 1), ("scorer", 1), ("teacher", None), ("foreign", None))
 """Name and number of labels of each model."""
+PAIRS = [a + b + c for a in "0123456789+= ab" for b in "12=a" for c in "0123456789+= ab"]
+"""Texts from which the foreign tokenizer has learned its merges."""
 
 
 def make_models(directory: Path) -> None:
-    """Write `policy`, `critic`, `scorer` and `teacher`. Norms are random too, so that swapped weights are noticed.
+    """Write all models. Norms are random too, so that swapped weights are noticed.
 
     No model has a padding token: transformers would initialize it to 0 and never train it, but engines may sample it.
     """
     for number, (name, num_labels) in enumerate(MODELS):
+        if name == "foreign":
+            vocab = len(load_tokenizer(str(byte_level(directory / name, 320, words=False, texts=PAIRS))))
+        else:
+            vocab = save_toy_tokenizer(directory / name)
         config = Qwen3Config(
-            vocab_size=save_toy_tokenizer(directory / name),
+            vocab_size=vocab,
             hidden_size=48 if name == "teacher" else 32,
             intermediate_size=48,
             num_hidden_layers=2,

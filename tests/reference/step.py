@@ -107,6 +107,7 @@ class Reference:
         self.teacher = self.initial
         if config["teacher"] is not None:
             self.teacher = AutoModelForCausalLM.from_pretrained(config["teacher"]["path"], dtype=torch.float64)
+            self.teachers_tokenizer = AutoTokenizer.from_pretrained(config["teacher"]["path"])
         self.kl_coef = self.algorithm["kl"]["coef"]
 
     def step(self, number: int, rounds: Sequence[Round]) -> dict[str, Any]:
@@ -136,7 +137,10 @@ class Reference:
                 self.teacher = copy.deepcopy(self.actor)  # the policy from before the updates
             if self.shows_success:
                 figures |= self.choose_successes(rows)
-            add_column(rows, "teacher_log_probs", self.taught_log_probs)
+            if self.reads_text:
+                figures |= self.teach_texts(rows)
+            else:
+                add_column(rows, "teacher_log_probs", self.taught_log_probs)
         if self.critic is not None:
             add_column(rows, "values", lambda row: token_values(self.critic, row))
         figures["reward/kl"], rewards = formulas.add_advantages(rows, self.algorithm, self.kl_coef)
@@ -177,7 +181,9 @@ class Reference:
             "scores": {row.row_id: [row.score] for row in rows},
             "columns": {
                 name: {
-                    row.row_id: [] if name == "teacher_log_probs" and row.success is None else row.spread(name)
+                    row.row_id: []
+                    if name == "teacher_log_probs" and row.success is None and not self.reads_text
+                    else row.spread(name)
                     for row in rows
                 }
                 for name in rows[0].columns
@@ -263,6 +269,45 @@ class Reference:
     @property
     def shows_success(self) -> bool:
         return "{success}" in (self.algorithm["distillation"]["context"] or "")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the teacher has another tokenizer."""
+        return self.config["teacher"] is not None and self.teachers_tokenizer.vocab != self.tokenizer.vocab
+
+    def teach_texts(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Add the columns of a teacher that reads texts. Return metrics.
+
+        All texts are ASCII, and each token of the policy is a character. So each of the teacher's tokens is a span.
+        """
+        lost, sizes = 0, Counter[str]()
+        for row in rows:
+            (question,) = re.findall(r"\d+\+\d+=", row.text)
+            ended = row.response[-1] == self.tokenizer.eos_token_id
+            text = bytes(self.tokenizer.decode(row.response[: len(row.response) - ended]), "ascii").decode()
+            asked = [{"role": "user", "content": question}]
+            prompt = self.teachers_tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+            read = self.teachers_tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            ids, lengths = read["input_ids"], [end - begin for begin, end in read["offset_mapping"]]
+            if ended:
+                ids, lengths = [*ids, self.teachers_tokenizer.eos_token_id], [*lengths, 1]
+            prompt = self.teachers_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            row.columns["teacher_log_probs"] = torch.zeros(len(row.response), dtype=torch.float64)
+            row.columns["teacher_spans"] = torch.zeros(len(row.response), dtype=torch.float64)
+            if len(prompt) + len(ids) > self.config["teacher"]["max_tokens_per_device"]:
+                row.success, lost = None, lost + 1
+                continue
+            own = dataclasses.replace(row, prompt=prompt, response=ids, written=torch.ones(len(ids), dtype=torch.bool))
+            log_probs = self.log_probs(self.teacher, own)[0].detach()
+            shares = [log_prob / num for log_prob, num in zip(log_probs, lengths, strict=True) for _ in range(num)]
+            row.columns["teacher_log_probs"] = torch.stack(shares)
+            marks = [2 - (place > 0) for num in lengths for place in range(num)]
+            row.columns["teacher_spans"] = torch.tensor(marks, dtype=torch.float64)
+            sizes.update(policy=len(row.response), teacher=len(ids))
+        figures = {f"teacher/untaught/{reason}": 0.0 for reason in ("control_token", "not_text", "other_text")}
+        figures |= {"teacher/untaught/too_long": float(lost), "teacher/untaught_share": lost / len(rows)}
+        share = sizes["teacher"] / sizes["policy"]
+        return figures | {"teacher/tokens_per_token": share, "teacher/spans_per_token": share}
 
     def choose_successes(self, rows: Sequence[Row]) -> dict[str, float]:
         """Give each row the first other response to its prompt with enough score, or none. Return metrics."""
@@ -358,9 +403,10 @@ class Reference:
         taught, of_teacher = self.algorithm["distillation"], row.columns["teacher_log_probs"]
         is_taught = torch.full(log_probs.shape, float(row.success is not None), dtype=torch.float64)
         difference = is_taught * (log_probs.detach() - of_teacher)
-        reports = {"teacher_kl": difference, "taught_abs": taught["coef"] * difference.abs()}
+        signal = formulas.over_spans(row, difference).abs()
+        reports = {"teacher_kl": difference, "taught_abs": taught["coef"] * signal}
         reports["advantages_abs"] = taught["reward_coef"] * row.columns["advantages"].abs()
-        if self.shows_success:
+        if self.shows_success or self.reads_text:
             reports["taught_tokens"] = is_taught
         if row.success is None:
             is_divergence = taught["form"] in ("top_k", "full")

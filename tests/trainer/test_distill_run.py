@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mrl.data.chat import load_tokenizer
 from mrl.demo.model import make_model
+from mrl.events import Warned, read_events
 from tests.apart import run_mrl, untimed
+from tests.data.two_tokenizers import byte_level
 
 TEACHER = """\
 run: {{name: teacher, dir: {directory}}}
@@ -88,6 +92,39 @@ def test_a_student_comes_near_to_its_teacher(directory: Path, form: str) -> None
     shutil.rmtree(again / "checkpoints" / "step-000016")
     assert train(directory, f"{form}-again", *LAYOUTS[form]) == lines
     assert (again / "checkpoints" / "step-000016").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.on_demand
+def test_a_student_comes_near_to_a_teacher_with_another_tokenizer(directory: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sums = [f"{a}+{b}={a + b}" for a in range(20) for b in range(20)]
+    foreign = byte_level(directory / "fresh-foreign", 300, words=False, texts=sums)
+    shape = Qwen3Config.from_pretrained(directory / "fresh-teacher").to_dict()
+    torch.manual_seed(3)
+    config = Qwen3Config(**(shape | {"vocab_size": len(load_tokenizer(str(foreign)))}))
+    Qwen3ForCausalLM(config).save_pretrained(foreign)
+    of_teacher = (f"model.path={foreign}", "run.name=foreign-teacher", "batch.max_prompt_tokens=32")
+    run_mrl("sft", str(directory / "teacher.yaml"), *of_teacher)
+    text = (f"model.path={directory}/fresh-student", "run.name=half-student", "training.steps=12")
+    run_mrl("sft", str(directory / "teacher.yaml"), *text)  # bytes of a random model are no text
+    taught = (f"model.path={directory}/half-student/model", "algorithm.distillation.form=advantage")
+    taught += (f"teacher.path={directory}/foreign-teacher/model",)
+    lines = train(directory, "foreign", *taught)
+    apart = [line["val/teacher_kl"] for line in lines if "val/teacher_kl" in line]
+    assert len(apart) == 5
+    assert apart[-1] < 0.8 * apart[0], apart
+    assert all(line["teacher/untaught_share"] < 0.5 for line in lines[1:])
+    assert all(0 < line["teacher/spans_per_token"] <= line["teacher/tokens_per_token"] < 1 for line in lines[1:])
+    warned = [record.event for record in read_events(directory / "foreign" / "events.jsonl")]
+    reported = [event for event in warned if isinstance(event, Warned) and event.about == "teacher"]
+    assert len(reported) == 1
+    assert "reads texts" in reported[0].message
+    again = directory / "foreign-again"
+    shutil.copytree(directory / "foreign", again)
+    shutil.rmtree(again / "checkpoints" / "step-000016")
+    assert train(directory, "foreign-again", *taught) == lines
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_a_policy_that_teaches_itself_names_no_more_tokens_than_there_are(tmp_pa
         list(check_teachers(config, load_tokenizer(config.model.path)))
 
 
-def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_form_with_distributions_refuses_a_teacher_of_other_tokens(tmp_path: Path) -> None:
     config, _ = taught(tmp_path, 0, form="full")
     assert config.teacher is not None
     file = Path(config.teacher.path, "tokenizer.json")
@@ -93,7 +93,7 @@ def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
     (first, one), (second, other) = list(vocab.items())[40:42]
     vocab[first], vocab[second] = other, one
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(DataError, match="2 of the policy's"):
+    with pytest.raises(ModelError, match=r"2 of the policy's .*form=full compares distributions"):
         list(check_teachers(config, load_tokenizer(config.model.path)))
 
 
@@ -126,7 +126,8 @@ def test_the_kl_of_validation_is_a_mean_over_the_tokens_that_the_policy_wrote(wi
 
     actor, teacher = role("old_log_probs", [[-1.0, -7.0], [-2.0]]), role("teacher_log_probs", [[-2.0, -1.0], [-4.0]])
     teachers = Teachers(load_config(str(LAPTOP)).config, {"teacher": teacher})
-    values = validated_kl(actor, teachers, samples, 1.0)
+    values, untaught = validated_kl(actor, teachers, samples, 1.0)
+    assert untaught == {}
     assert np.mean(list(values.values())) == (1.5 if with_mask else -1.0)
     assert list(values) == ["sums a", "sums b"]
     assert values["sums b"] > values["sums a"], "the second prompt's tokens differ more"

@@ -49,6 +49,27 @@ def test_a_teacher_that_reads_every_sample_has_to() -> None:
     assert teacher_values(batch_of(), only_some=True) == {}
 
 
+def test_spans_mark_the_tokens_that_a_teacher_with_another_tokenizer_has_read() -> None:
+    spans, log_probs = torch.tensor([2, 1, 0, 0, 0, 2]), torch.tensor([-1.0, -2.0, 0, 0, 0, -3.0])
+    batch = batch_of(teacher_log_probs=jagged(log_probs, LENGTHS), teacher_spans=jagged(spans, LENGTHS))
+    columns = teacher_values(batch, only_some=False)
+    assert columns["taught"].tolist() == [True, True, False, False, False, True]
+    assert columns["teacher_log_probs"].tolist() == log_probs.tolist()
+    assert columns["teacher_spans"].tolist() == spans.tolist()
+
+
+def test_an_update_learns_the_differences_of_spans() -> None:
+    own = torch.tensor([-1.0, -2.0, -3.0]).requires_grad_()
+    mask = torch.ones(3, dtype=torch.bool)
+    columns = {"response_mask": mask, "advantages": torch.zeros(3), "taught": torch.tensor([True, True, False])}
+    columns |= {"teacher_log_probs": torch.tensor([-4.0, -4.0, 0.0]), "teacher_spans": torch.tensor([2, 1, 0])}
+    config = AlgorithmConfig(advantage="grpo", distillation=DistillationConfig(form="advantage", coef=0.5))
+    norm = LossNormalizer.of("token-sum", Rows.of([3]), mask)
+    scores = Scores(own, entropy_T=torch.zeros(3))
+    (slopes,) = torch.autograd.grad(policy_loss(config, norm, LossInput(scores, np.array([3]), columns)).loss, own)
+    assert slopes.tolist() == pytest.approx([0.5 * (8 - 3), 0.5 * (8 - 3), 0.0])
+
+
 def test_metrics_of_the_teacher_count_only_tokens_that_have_one() -> None:
     own, of_teacher = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-4.0, 0.0, 0.0])
     distillation = DistillationConfig(form="top_k", coef=0.5, context="{prompt} {success}", reward_coef=0.25)
@@ -63,5 +84,9 @@ def test_metrics_of_the_teacher_count_only_tokens_that_have_one() -> None:
     wanted = {"teacher_kl": 1.0, "taught_abs": 0.5, "taught_tokens": 1 / 3, "teacher_mass": 0.3, "distill_loss": 0.2}
     wanted["advantages_abs"] = 0.5
     assert {name: reports[name] for name in wanted} == pytest.approx(wanted)
+    spans = columns | {"teacher_spans": torch.tensor([2, 1, 0]), "taught": torch.tensor([True, True, False])}
+    of_spans = policy_loss(config, norm, replace(batch, columns=spans)).reports
+    assert float(of_spans["teacher_kl"]) == pytest.approx((3 - 2) / 3)
+    assert float(of_spans["taught_abs"]) == pytest.approx(0.5 * (1 + 1) / 3), "each token gets its span's difference"
     del columns["taught"]
     assert "taught_tokens" not in policy_loss(config, norm, replace(batch, columns=columns)).reports
