@@ -22,7 +22,7 @@ from mrl.config.algorithm import AlgorithmConfig
 from mrl.config.reward import RewardConfig
 from mrl.errors import AgentError
 from mrl.protocol import DataProto
-from mrl.protocol.columns import AnyColumn, from_rows
+from mrl.protocol.columns import AnyColumn, from_rows, take
 from mrl.rollout.stored_routes import ROUTES, column_of, routes_of
 from mrl.trainer.step_metrics import reward_vector
 from mrl.workers.messages import WholeBatch
@@ -102,7 +102,10 @@ def trained_rows(samples: DataProto) -> DataProto:
     if ROUTES in samples.columns():
         columns[ROUTES] = _routes([segment[ROUTES] for segment in segments], samples)
     row_ids = samples.row_ids.max() + 1 + np.arange(len(owners))
-    columns_of_segments = {name: columns.get(name, column) for name, column in samples.take(owners).columns().items()}
+    columns_of_segments = {
+        name: columns[name] if name in columns else take(column, np.array(owners))
+        for name, column in samples.columns().items()
+    }
     rows = DataProto.concat([samples, DataProto(columns_of_segments, row_ids, {})])
     if ROLE in samples.columns():
         rows = rows.with_column(ROLE, [*samples[ROLE], *(segment[ROLE] for segment in segments)])

@@ -286,3 +286,13 @@ def test_functions_cannot_score_a_conversation_whose_roles_have_scores(made: Any
     trainer.stage.script = player
     with pytest.raises(AgentError, match=r"gives each role its own score.*functions of reward"):
         trainer.run({})
+
+
+def test_a_conversation_may_have_three_segments(made: Any) -> None:
+    batch = made("Forgetful").run({}, {}).batch
+    segments = [of_one * 2 for of_one in batch["other_segments"]]
+    rows = trained_rows(batch.with_column("other_segments", segments))
+    assert rows["sample"].tolist() == [0, 1, 0, 0, 1, 1]
+    assert list(rows["uid"]) == ["p"] * 6
+    responses = rows.columns()["responses"].rows()
+    assert responses[2].tolist() == responses[3].tolist() == segments[0][0]["responses"].tolist()

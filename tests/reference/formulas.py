@@ -149,7 +149,7 @@ def add_advantages(rows: Sequence[Row], algorithm: dict[str, Any], kl_coef: floa
         advantages = _generalized(rows, rewards, algorithm)
     elif name == "reinforce_plus_plus":
         advantages = whitened(rows, [discounted(of_row, algorithm["gamma"]) for of_row in rewards])
-    elif name == "remax":
+    elif name in ("remax", "rae"):
         pairs = zip(rows, rewards, strict=True)
         advantages = [[value - row.baseline for value in discounted(of_row, 1.0)] for row, of_row in pairs]
     elif name == "optimal_token_baseline":
