@@ -176,15 +176,24 @@ def distilled_advantages(
     With spans, each token gets D_s, the sum of the difference over its span s. A span is one action with the log-prob
     sum_t log pi(y_t), so the gradient of its KL is E[D_s grad log pi(s)] = E[sum_t D_s grad log pi(y_t)]. D_s / n for
     each of n tokens would weigh a span by 1 / n, and D_s for the last token would leave out the gradient of the others.
+
+    Whether a sample has such a teacher depends on the sample. If it had no term, the policy would learn to avoid the
+    teacher, because D_s is above 0 on average. Its tokens get -c, where c is the mean of sum_s log nu over the tokens
+    of the others. This is at least their mean D_s, because log pi is at most 0.
     """
     log_ratio_T = apply_mask(log_probs_T, mask_T) - apply_mask(teacher_log_probs_T, mask_T)
     if spans_T is not None:
-        log_ratio_T = span_sums(log_ratio_T, spans_T)
+        log_ratio_T = span_differences(log_ratio_T, teacher_log_probs_T, spans_T)
     return at_least_float32(advantages_T) - coef * log_ratio_T.detach()
 
 
 UNTAUGHT, CONTINUES, BEGINS = 0, 1, 2
 """Values of the column `teacher_spans`: a token without a teacher, a later token of a span, its first token."""
+
+
+def span_differences(log_ratio_T: Tensor, teacher_log_probs_T: Tensor, spans_T: Tensor) -> Tensor:
+    """Return the difference for which each token is charged: its span's, or -c without a teacher."""
+    return span_sums(log_ratio_T, spans_T) - torch.where(spans_T == UNTAUGHT, teacher_log_probs_T, 0.0)
 
 
 def span_sums(values_T: Tensor, spans_T: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ class Teachers:
     def columns(self, call: StepCall, batch: DataProto, rows: DataProto) -> tuple[DataProto, Metrics]:
         """Return the columns that a call writes, and metrics. `rows` are those of the batch, with their texts.
 
-        Rows without a teacher have no values in these columns. If a teacher has another tokenizer, they have zeros, and
-        the column `teacher_spans` marks them.
+        Rows without a teacher have no values in these columns. If a teacher has another tokenizer, the column
+        `teacher_spans` marks them.
         """
         numbers, figures = self._rows(rows), Metrics()
         if self._context is not None:

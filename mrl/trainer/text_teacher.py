@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrl.algos.kl import BEGINS, CONTINUES, UNTAUGHT
+from mrl.algos.kl import BEGINS, CONTINUES, UNTAUGHT, span_sums
 from mrl.config.rules.model_shape import ModelShape, read_model_shape
 from mrl.config.step_calls import TEACHER_SPANS
 from mrl.controller.transport import fetch
@@ -38,9 +38,12 @@ class TextTeacher:
         log_probs = self._log_probs(rows, prompts, read)
         lengths = rows.lengths("responses").tolist()
         pairs = [policy_values(*row) for row in zip(read, log_probs, lengths, strict=True)]
-        names = ("teacher_log_probs", TEACHER_SPANS)
-        values = (from_rows([torch.from_numpy(row) for row in of_rows]) for of_rows in zip(*pairs, strict=True))
-        columns = DataProto.from_dict(dict(zip(names, values, strict=True)), row_ids=rows.row_ids)
+        values_T, spans_T = (torch.from_numpy(np.concatenate(of_rows)) for of_rows in zip(*pairs, strict=True))
+        if (spans_T != UNTAUGHT).any():  # `distilled_advantages` says why
+            lost = np.repeat([isinstance(said, Untaught) for said in read], lengths)
+            values_T[torch.from_numpy(lost)] = span_sums(values_T, spans_T)[spans_T != UNTAUGHT].mean()
+        values = {"teacher_log_probs": jagged(values_T, lengths), TEACHER_SPANS: jagged(spans_T, lengths)}
+        columns = DataProto.from_dict(values, row_ids=rows.row_ids)
         return columns, read, {f"{self._role}/{name}": value for name, value in aligned_sizes(read).items()}
 
     @staticmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mrl.algos.aggregate import LossNormalizer
 from mrl.algos.chosen_tokens import UpdateTokens, select_tokens
-from mrl.algos.kl import span_sums
+from mrl.algos.kl import span_differences
 from mrl.algos.losses import PolicyTokens
 from mrl.algos.objectives import ActorColumns, actor_objective
 from mrl.algos.old_policy import approximate_old_log_probs
@@ -272,7 +272,9 @@ def _means(batch: LossInput, norm: LossNormalizer, distillation: DistillationCon
         taught_T = batch.columns.get("taught", mask_T)
         difference_T = apply_mask(log_probs_T.detach() - batch.columns["teacher_log_probs"], taught_T)
         spans_T = batch.columns.get(step_calls.TEACHER_SPANS)
-        signal_T = difference_T if spans_T is None else span_sums(difference_T, spans_T)
+        signal_T = difference_T
+        if spans_T is not None:
+            signal_T = span_differences(difference_T, batch.columns["teacher_log_probs"], spans_T)
         means_T |= {"teacher_kl": difference_T, "taught_abs": distillation.coef * signal_T.abs()}
         means_T["advantages_abs"] = distillation.reward_coef * batch.columns["advantages"].abs()
         if "taught" in batch.columns:

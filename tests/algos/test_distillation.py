@@ -127,6 +127,17 @@ def test_a_span_does_not_reach_into_the_next_row_or_over_a_token_without_a_teach
     assert advantages.tolist() == [-1.5, -1.5, 0, -12, -12]
 
 
+def test_a_sample_that_the_teacher_cannot_read_is_no_better_than_the_mean_of_the_others() -> None:
+    """Otherwise a policy learns to write what its teacher cannot read."""
+    chance = torch.Generator().manual_seed(6)
+    own, of_teacher = (torch.randn(6, 4, dtype=F64, generator=chance).log_softmax(1)[:, 0] for _ in range(2))
+    places, mask = torch.tensor([BEGINS] * 6 + [UNTAUGHT] * 2), torch.tensor([True] * 6 + [False] * 2)
+    log_probs, teacher = (torch.cat([x, tensor([y] * 2)]) for x, y in ((own, -7.0), (of_teacher, of_teacher.mean())))
+    advantages = distilled_advantages(tensor([0.0] * 8), log_probs, teacher, mask, 0.5, places)
+    assert advantages[6:].tolist() == [0.5 * float(of_teacher.mean())] * 2, "whatever the policy's log-prob"
+    assert advantages[6] < advantages[:6].mean()
+
+
 def test_an_advantage_of_distillation_changes_nothing_on_masked_tokens() -> None:
     mask = torch.tensor([True, False, True])
     found = distilled_advantages(

@@ -281,6 +281,8 @@ def _advantage(loss: dict[str, Any], taught: dict[str, Any] | None, log_probs: T
     if taught and taught["form"] == "advantage" and row.success is not None:
         old = _old_log_probs(loss, log_probs, row)
         advantage = advantage - taught["coef"] * over_spans(row, old - row.columns["teacher_log_probs"])
+    elif taught and "teacher_spans" in row.columns:  # a sample that the teacher cannot read
+        advantage = advantage + taught["coef"] * row.columns["teacher_log_probs"]
     return advantage
 
 

@@ -304,6 +304,10 @@ class Reference:
             marks = [2 - (place > 0) for num in lengths for place in range(num)]
             row.columns["teacher_spans"] = torch.tensor(marks, dtype=torch.float64)
             sizes.update(policy=len(row.response), teacher=len(ids))
+        sums = [formulas.over_spans(row, row.columns["teacher_log_probs"]) for row in rows if row.success is not None]
+        for row in rows:
+            if row.success is None:
+                row.columns["teacher_log_probs"] += torch.cat(sums).mean()
         figures = {f"teacher/untaught/{reason}": 0.0 for reason in ("control_token", "not_text", "other_text")}
         figures |= {"teacher/untaught/too_long": float(lost), "teacher/untaught_share": lost / len(rows)}
         share = sizes["teacher"] / sizes["policy"]
@@ -404,6 +408,8 @@ class Reference:
         is_taught = torch.full(log_probs.shape, float(row.success is not None), dtype=torch.float64)
         difference = is_taught * (log_probs.detach() - of_teacher)
         signal = formulas.over_spans(row, difference).abs()
+        if self.reads_text and row.success is None:
+            signal = of_teacher.abs()
         reports = {"teacher_kl": difference, "taught_abs": taught["coef"] * signal}
         reports["advantages_abs"] = taught["reward_coef"] * row.columns["advantages"].abs()
         if self.shows_success or self.reads_text:

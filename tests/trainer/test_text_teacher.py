@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mrl.algos.kl import BEGINS, CONTINUES, UNTAUGHT
+from mrl.algos.kl import BEGINS, CONTINUES, UNTAUGHT, span_sums
 from mrl.config.agent import AgentConfig, EnvironmentConfig
 from mrl.config.algorithm import AlgorithmConfig, DistillationConfig
 from mrl.config.resolved.load import load_config
@@ -183,9 +183,13 @@ def test_rows_without_a_teacher_are_counted_and_not_sent(models: dict[str, Path]
     ):
         assert len(values) == len(spans) == len(responses[number])
         assert (spans != UNTAUGHT).all() if number == 1 else (spans == UNTAUGHT).all()
-        assert (values < 0).all() if number == 1 else (values == 0).all()
+        of_read = [column.rows()[1] for column in (columns["teacher_log_probs"], columns["teacher_spans"])]
+        mean = float(span_sums(*of_read).mean())
+        assert CONTINUES in of_read[1].tolist()
+        assert (values < 0).all() if number == 1 else values.tolist() == pytest.approx([mean] * len(values))
     none, figures = teachers.columns(TEACHER_LOG_PROB, rows.take([0]), rows.take([0]))
     assert none["teacher_spans"].rows()[0].tolist() == [UNTAUGHT]
+    assert none["teacher_log_probs"].rows()[0].tolist() == [0]
     assert figures["teacher/untaught_share"] == 1
     assert len(asked) == 1, "no row is left to send"
 
@@ -241,7 +245,7 @@ def test_validation_leaves_out_samples_without_a_teacher_and_shows_their_share(m
     teacher, actor = text_teacher(models), SimpleNamespace(score=score)
     teachers = Teachers(config_of(models), {"teacher": None}, None, {"teacher": teacher})  # type: ignore[dict-item]
     values, figures = validated_kl(actor, teachers, [rows], 1.0)  # type: ignore[arg-type]
-    total = -float(teacher.columns(rows)[0].values("teacher_log_probs").sum())
+    total = -float(teacher.columns(rows)[0]["teacher_log_probs"].rows()[0].sum())
     assert values == pytest.approx({"sums sums/0": total / len(said)}, rel=1e-6)
     assert figures == {"val/untaught_share": 0.5}
     assert validated_kl(actor, teachers, [rows_of(lost)], 1.0) == ({}, {"val/untaught_share": 1.0})  # type: ignore[arg-type]

@@ -62,12 +62,12 @@ def test_an_update_learns_the_differences_of_spans() -> None:
     own = torch.tensor([-1.0, -2.0, -3.0]).requires_grad_()
     mask = torch.ones(3, dtype=torch.bool)
     columns = {"response_mask": mask, "advantages": torch.zeros(3), "taught": torch.tensor([True, True, False])}
-    columns |= {"teacher_log_probs": torch.tensor([-4.0, -4.0, 0.0]), "teacher_spans": torch.tensor([2, 1, 0])}
+    columns |= {"teacher_log_probs": torch.tensor([-4.0, -4.0, -3.0]), "teacher_spans": torch.tensor([2, 1, 0])}
     config = AlgorithmConfig(advantage="grpo", distillation=DistillationConfig(form="advantage", coef=0.5))
     norm = LossNormalizer.of("token-sum", Rows.of([3]), mask)
     scores = Scores(own, entropy_T=torch.zeros(3))
     (slopes,) = torch.autograd.grad(policy_loss(config, norm, LossInput(scores, np.array([3]), columns)).loss, own)
-    assert slopes.tolist() == pytest.approx([0.5 * (8 - 3), 0.5 * (8 - 3), 0.0])
+    assert slopes.tolist() == pytest.approx([0.5 * (8 - 3), 0.5 * (8 - 3), 0.5 * 3])
 
 
 def test_metrics_of_the_teacher_count_only_tokens_that_have_one() -> None:
