@@ -134,7 +134,7 @@ def test_a_sample_that_the_teacher_cannot_read_is_no_better_than_the_mean_of_the
     places, mask = torch.tensor([BEGINS] * 6 + [UNTAUGHT] * 2), torch.tensor([True] * 6 + [False] * 2)
     log_probs, teacher = (torch.cat([x, tensor([y] * 2)]) for x, y in ((own, -7.0), (of_teacher, of_teacher.mean())))
     advantages = distilled_advantages(tensor([0.0] * 8), log_probs, teacher, mask, 0.5, places)
-    assert advantages[6:].tolist() == [0.5 * float(of_teacher.mean())] * 2, "whatever the policy's log-prob"
+    assert advantages[6:].tolist() == [0.5 * float(of_teacher.mean())] * 2, "for each log-prob of the policy"
     assert advantages[6] < advantages[:6].mean()
 
 

@@ -112,11 +112,10 @@ def test_a_student_comes_near_to_a_teacher_with_another_tokenizer(directory: Pat
     taught = (f"model.path={directory}/half-student/model", "algorithm.distillation.form=advantage")
     taught += (f"teacher.path={directory}/foreign-teacher/model",)
     lines = train(directory, "foreign", *taught)
-    apart = [line["val/teacher_kl"] for line in lines if "val/teacher_kl" in line]
-    assert len(apart) == 5
-    assert apart[-1] < 0.8 * apart[0], apart
-    assert all(line["teacher/untaught_share"] < 0.5 for line in lines[1:])
-    assert all(0 < line["teacher/spans_per_token"] <= line["teacher/tokens_per_token"] < 1 for line in lines[1:])
+    apart, untaught = ([line[name] for line in lines[1:]] for name in ("actor/teacher_kl", "teacher/untaught_share"))
+    assert sum(apart[-4:]) < 0.7 * sum(apart[:4]), apart
+    assert sum(untaught[-4:]) < 0.7 * sum(untaught[:4]), "the policy does not escape to samples without a teacher"
+    assert all(0 < line["teacher/spans_per_token"] <= line["teacher/tokens_per_token"] <= 1 for line in lines[1:])
     warned = [record.event for record in read_events(directory / "foreign" / "events.jsonl")]
     reported = [event for event in warned if isinstance(event, Warned) and event.about == "teacher"]
     assert len(reported) == 1
