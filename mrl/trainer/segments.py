@@ -48,10 +48,11 @@ def segment_of(conversation: Conversation) -> Segment:
 
 
 def segments_to_json(segments: Sequence[Segment]) -> list[list[Any]]:
-    """Return the segments as lists, with null for the log-probs of tokens that were not drawn."""
+    """Return the segments as lists, with null for the log-probs of tokens that were not drawn. A role is at the end."""
     return [
-        [*(_listed(segment, name) for name in _COLUMNS), segment[ROLE]]
+        [_listed(segment, name) for name in _COLUMNS]
         + ([routes_of(segment[ROUTES]).tolist()] if ROUTES in segment else [])
+        + ([segment[ROLE]] if segment[ROLE] else [])
         for segment in segments
     ]
 
@@ -66,14 +67,13 @@ def _listed(segment: Segment, name: str) -> list[Any]:
 
 
 def segments_from_json(rows: Sequence[Sequence[Any]]) -> list[Segment]:
-    names, kinds = (*_COLUMNS, ROLE, ROUTES), {**_COLUMNS, ROUTES: np.int16}
-    return [
-        {
-            name: values if name == ROLE else np.array(values, kinds[name])
-            for name, values in zip(names[: len(row)], row, strict=True)
-        }
-        for row in rows
-    ]
+    kinds: dict[str, type[np.generic]] = {**_COLUMNS, ROUTES: np.int16}
+    segments = []
+    for row in rows:
+        values, role = (row[:-1], row[-1]) if isinstance(row[-1], str) else (row, "")
+        columns = zip([*kinds][: len(values)], values, strict=True)  # routes may be missing
+        segments.append({ROLE: role} | {name: np.array(column, kinds[name]) for name, column in columns})
+    return segments
 
 
 def _routes(routes: Sequence[Any], samples: DataProto) -> AnyColumn:
