@@ -58,6 +58,7 @@ algorithm:
   lam_length: null                               # default
   whiten: true                                   # default
   dpo_beta: 0.1                                  # default
+  rae_decay: 0.95                                # default
   kl:
     where: loss                                  # run.yaml:14
     coef: 0.001                                  # default
