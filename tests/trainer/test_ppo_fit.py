@@ -86,7 +86,8 @@ def test_a_checkpoint_holds_every_role_as_it_is_after_the_step(tmp_path: Path) -
         for role in ("actor", "critic"):
             assert json.loads((path / role / "manifest.json").read_text()) == {"updates": step}
         state = json.loads((path / "manifest.json").read_text())["state"]
-        assert state["trained"] == {"prompts": {"drawn": 2 * step}, "kl": {"kind": "fixed"}, "model_scores": {}}
+        trained = {"prompts": {"drawn": 2 * step}, "kl": {"kind": "fixed"}, "model_scores": {}, "role_baselines": {}}
+        assert state["trained"] == trained
         assert state["best"] == 0.5
     assert (tmp_path / "checkpoints" / "best").read_text() == "step-000001"
 

@@ -386,5 +386,7 @@ def test_what_is_declared_to_be_read_and_written() -> None:
     assert declared["compute_log_prob_with_routes"][1] == {"old_log_probs", "routes"}
     assert declared["compute_ref_log_prob"] == (rows, {"ref_log_probs"}, {"sampling_mask"})
     assert declared["compute_advantages"][1] == {"advantages"}
-    optional = {"response_mask", "routes", "sampling_mask", "staleness", *ALL, *TEACHER_COLUMNS} - {"advantages"}
+    optional = {"response_mask", "routes", "sampling_mask", "staleness", "teacher_spans", *ALL, *TEACHER_COLUMNS} - {
+        "advantages"
+    }
     assert declared["update_actor"] == (rows | {"advantages"}, set(), optional)
