@@ -74,7 +74,7 @@ def score_among_good_ones(manager: RewardManager, bench: Bench, do: str) -> Scor
     """Return the outcome of one sample between good ones, which must not be affected. Nothing may be left behind."""
     begin = time.monotonic()
     before, outcome, after = manager.score([make_sample(row_id=1), make_sample(do), make_sample(row_id=3)])
-    assert time.monotonic() - begin < LIMIT_S + 4, "a busy machine gives a worker its seconds later"
+    assert time.monotonic() - begin < LIMIT_S + 10, "a busy machine gives a worker its seconds later"
     assert isinstance(before, Score)
     assert isinstance(after, Score)
     assert (before.value, after.value) == (1.0, 3.0)
@@ -144,7 +144,7 @@ def test_close_ends_samples_at_work(bench: Bench) -> None:
     time.sleep(0.3)
     begin = time.monotonic()
     manager.close()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 20, "both would take a minute"
     assert bench.processes() == set()
     manager.close()
 
@@ -157,7 +157,7 @@ def test_close_does_not_wait_for_a_fork_of_the_run(bench: Bench) -> None:
         os._exit(0)
     begin = time.monotonic()
     manager.close()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 20, "both would take a minute"
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 

@@ -170,6 +170,6 @@ def test_same_answer(one: str, other: str, same: bool) -> None:
     ids=lambda text: text[:12],
 )
 def test_hostile_answers_cost_little(text: str) -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     normal_form(text)
-    assert time.perf_counter() - begin < 0.3
+    assert time.process_time() - begin < 0.6

@@ -203,7 +203,7 @@ def test_a_supervisor_that_is_stopped_is_not_waited_for(bench: Bench, monkeypatc
     )
     begin = time.monotonic()
     manager.close()
-    assert time.monotonic() - begin < 5, "a supervisor that does not exit is killed"
+    assert time.monotonic() - begin < 15, "a supervisor that does not exit is killed"
     assert bench.settle(0) == set()
 
 
