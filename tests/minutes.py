@@ -31,9 +31,9 @@ BUDGETS = {
     "weight_sync": 2.0,
     "the rest": 8.0,
 }
-"""Minutes of tests, two at a time on two cores: three times the time measured when this was written. If all tests together
-take longer than that measurement, the machine is slower or busy, and each package may take longer by the same factor.
-Packages below 0.35 minutes share `the rest`."""
+"""Minutes of tests, two at a time on two cores: three times the time measured when this was written. If all tests
+together take longer than that measurement, the machine is slower or busy, and each package may take longer by the same
+factor. Packages below 0.35 minutes share `the rest`."""
 MARGIN = 3
 
 
