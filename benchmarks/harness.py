@@ -128,13 +128,17 @@ class Benchmark:
         """Return a goal as one line."""
         return f"{'met   ' if goal['met'] else 'MISSED'}  {goal['name']}: {shown(goal['value'])}, goal {goal['goal']}"
 
+    def save(self, arguments: argparse.Namespace) -> None:
+        """Write the JSON file, if one was asked for. Between rows, this keeps what a long benchmark has measured."""
+        if arguments.json:
+            arguments.json.write_text(json.dumps(self.report(), indent=2) + "\n")
+
     def finish(self, arguments: argparse.Namespace) -> int:
         """Print the table and the goals, write the JSON file, and return the exit status."""
         print("\n".join(table(self.rows)))
         for goal in self.goals:
             print(self.verdict(goal))
-        if arguments.json:
-            arguments.json.write_text(json.dumps(self.report(), indent=2) + "\n")
+        self.save(arguments)
         return 0 if all(goal["met"] for goal in self.goals) else 1
 
 

@@ -6,7 +6,8 @@ The first six algorithms are in `mrl demo`; the others each change one part of i
 two numbers from 10 to 49. Accuracy is that of answers sampled at temperature 1 to held-out problems. All algorithms use
 the step sizes of PPO in `mrl demo`.
 
-All algorithms with one seed take more than an hour. To split this, `--besides` adds the rows of an earlier run.
+All algorithms with one seed take more than an hour. To split this, `--besides` adds the rows of an earlier run. FILE is
+written after each row, so an interrupted run can be continued.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ def main() -> int:
             for algorithm in arguments.only:
                 bench.row(algorithm=algorithm, seed=seed, **trained(algorithm, seed, arguments.steps, model, console))
                 print(bench.rows[-1], flush=True)
+                bench.save(arguments)
     for algorithm in CHANGES:
         if ours := [row for row in bench.rows if row["algorithm"] == algorithm]:
             bench.row(algorithm=algorithm, seed=MEAN, **means(ours))
