@@ -117,9 +117,11 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
     if isinstance(config, Config) and config.reference is not None and config.reference.path is not None:
         of_reference = (("reference", warning) for warning in check_reference(config, tokenizer))
         yield from guarded("reference", _check_tokens(of_reference, {"reference": config.reference.path}))
+    of_teachers: list[CheckResult] = []
     if isinstance(config, Config) and config.algorithm.distillation is not None:
         paths = {role: model.path for role, model in config.teaching_models().items()}
-        yield from guarded("teacher", _check_tokens(check_teachers(config, tokenizer), paths))
+        of_teachers += guarded("teacher", _check_tokens(check_teachers(config, tokenizer), paths))
+        yield from of_teachers
     scored: dict[str, list[Prompt]] = {}
     for key, source in config.data.sources():
         scored[key] = []
@@ -129,7 +131,7 @@ def check_data(config: AnyTyped, *, all_rows: bool) -> Iterator[CheckResult]:
         return
     if config.agent.environments:
         yield from guarded("agent", check_agents(config, scored, tokenizer))
-    if config.algorithm.distillation is not None:
+    if config.algorithm.distillation is not None and all(result.verdict != "fail" for result in of_teachers):
         yield from guarded("teacher's prompts", check_teachers_prompts(config, tokenizer, scored))
     case = "a pattern must match the whole name; case matters"
     yield from guarded("rewards", (warn("rewards", warning, case) for warning in check_reward_sources(config)))

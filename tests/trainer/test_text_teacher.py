@@ -22,6 +22,7 @@ from mrl.data.chat import load_tokenizer
 from mrl.data.rlhf_dataset import open_dataset
 from mrl.data.teacher_text import AlignedResponse, ResponseAligner, response_aligners
 from mrl.errors import ModelError
+from mrl.preflight.data import check_data
 from mrl.preflight.teachers import check_teachers_prompts
 from mrl.protocol import DataProto
 from mrl.protocol.columns import from_rows
@@ -280,6 +281,11 @@ def test_what_needs_the_policys_tokens_is_refused(
     assert problem in caught.value.what
     assert fix in str(caught.value.fix)
     assert caught.value.where == str(models["teacher"])
+
+
+def test_check_reports_a_refused_teacher_once(models: dict[str, Path]) -> None:
+    results = list(check_data(config_of(models, form="full"), all_rows=False))
+    assert [result.about for result in results if "ids or none" in result.what] == ["teacher"]
 
 
 def test_conversations_with_environments_are_refused(models: dict[str, Path]) -> None:
