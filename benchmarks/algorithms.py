@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.algorithm_cases import OURS, Function, make_case, packed, padded
+from benchmarks.algorithm_cases import Function, make_case, packed, padded
+from benchmarks.algorithm_functions import OURS
 from benchmarks.harness import Benchmark, parser
 from benchmarks.peer_environments import RUN_TIMEOUT_S, TRL, VERL, PeerEnvironment
 
