@@ -95,6 +95,7 @@ def row_of(record: Mapping[str, Any]) -> Row:
         said=record["response_text"],
         truth=record["ground_truth"],
         drawn_from=record.get("sampling_mask", []),
+        rewards=[(1.0, record["scores"][0])],  # of the only reward function
     )
 
 

@@ -123,6 +123,16 @@ OF_FOREIGN: tuple[dict[str, Any], ...] = (
     {"updates": "3 updates", "reward_coef": 0.4, "advantage": "rloo"},
 )
 """A teacher with another tokenizer, and its `max_tokens_per_device`, into which some samples do not fit."""
+LATER: dict[str, Any] = {name: levels[0] for name, levels in GROUPS.items()}
+OF_LATER: tuple[dict[str, Any], ...] = (
+    {"advantage": "maxrl", "kl": "loss", "resume": True},
+    {"advantage": "maxrl", "sampling": "dynamic", "updates": "1 update"},
+    {"advantage": "gdpo", "mask": True, "temperature": 1.0},
+    {"advantage": "gdpo", "kl": "loss", "policy": "sapo"},
+    {"policy": "m2po", "kl": "reward", "resume": True},
+    {"policy": "m2po", "advantage": "rloo", "updates": "2 updates 2 epochs", "mask": True},
+)
+"""Methods that some levels of the other factors contradict."""
 SCHEDULES = {
     "constant": {},
     "warmup linear": {"warmup_steps": 2, "decay": "linear", "decay_steps": 5, "min_lr_ratio": 0.1},
@@ -200,6 +210,7 @@ def make_case(name: str, options: Options, models: Path, num_ranks: int) -> Loca
                 "dual_clip": dual,
                 "cov_share": 0.2,
                 "cov_low": 0.01,
+                "m2_threshold": 0.06,
                 "opsm_delta": options.get("opsm"),
                 "entropy_coef": options["entropy"],
                 "value_clip": options.get("value_clip", 0.5),
@@ -295,6 +306,7 @@ def all_cases(models: Path) -> dict[str, tuple[int, list[LocalCase]]]:
     combinations += [("baselines", BASELINES | changes) for changes in OF_BASELINES]
     combinations += [("masked", MASKED | changes) for changes in OF_MASKED]
     combinations += [("foreign", FOREIGN | changes) for changes in OF_FOREIGN]
+    combinations += [("later", LATER | changes) for changes in OF_LATER]
     parts: dict[str, tuple[int, list[LocalCase]]] = {}
     for ranks in (1, 2):
         cases = [

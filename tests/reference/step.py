@@ -437,21 +437,31 @@ class Reference:
     def batch_figures(self, rows: list[Row]) -> dict[str, float]:
         """Return metrics of the batch: scores, lengths, and the share of prompts with equal scores."""
         responses, prompts = [len(row.response) for row in rows], [len(row.prompt) for row in rows]
-        num_scores = Counter(uid for uid, _ in {(row.uid, row.score) for row in rows})
+        uniform = uniform_share([(row.uid, row.score) for row in rows])
         figures: dict[str, float] = {
             "response_length/clip_ratio": responses.count(self.config["rollout"]["max_response_tokens"]) / len(rows),
-            "groups/uniform_share": list(num_scores.values()).count(1) / len(num_scores),
+            "groups/uniform_share": uniform,
             "batch/samples": len(rows),
             "perf/total_num_tokens": sum(prompts) + sum(responses),
         }
         figures |= spread_of("critic/score", [row.score for row in rows]) | spread_of(
             "response_length", [row.num_written for row in rows]
         )
+        has_vector = self.algorithm["advantage"] == "gdpo"
+        for number, name in enumerate(self.config["reward"]["functions"] if has_vector else ()):
+            of_prompts = [(row.uid, row.rewards[number][1]) for row in rows]
+            figures[f"reward/{name}/uniform_share"] = uniform_share(of_prompts)
         for name, is_solved in (("solved", True), ("unsolved", False)):
             at = self.config["validation"]["solved_at"]
             lengths = [row.num_written for row in rows if (row.score >= at) is is_solved]
             figures |= {f"response_length/{name}/mean": float(np.mean(lengths))} if lengths else {}
         return figures | spread_of("prompt_length", prompts)
+
+
+def uniform_share(scores: Sequence[tuple[str, float]]) -> float:
+    """Return the share of prompts with a single score."""
+    num_scores = Counter(uid for uid, _ in set(scores))
+    return list(num_scores.values()).count(1) / len(num_scores)
 
 
 def spread_of(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -56,6 +56,7 @@ BITE = (
     *("reward/model/mean", "reward/greedy/mean", "response_length/clip_ratio", "groups/uniform_share"),
     *("online_dpo/pairs", "online_dpo/samples_without_pair", "online_dpo/margin"),
     *("actor/distill_loss", "actor/taught_share", "actor/teacher_kl"),
+    "actor/m2_masked",
     *("actor/taught_tokens", "teacher/untaught/no_success", "teacher/untaught/too_long"),
     *("mismatch/rollout_is_ratio_fraction_high", "mismatch/rollout_is_ratio_fraction_low"),
 )
