@@ -47,7 +47,7 @@ def make_case(seed: int) -> dict[str, Any]:
     noise = {name: rng.normal(size=mask.shape) for name in ("advantages", "values", "old_values", "returns")}
     on_last = np.zeros(mask.shape)
     on_last[np.arange(num_rows), last] = scores
-    return {
+    case: dict[str, Any] = {
         **noise,
         "lengths": lengths,
         "mask": mask.astype(np.float64),
@@ -73,6 +73,21 @@ def make_case(seed: int) -> dict[str, Any]:
         "dual_clip": 3.0,
         "horizon": 17,
     }
+    return case | _later_columns(case, np.random.default_rng([seed, 1]))
+
+
+def _later_columns(case: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Return columns that were added later, from random numbers of a separate generator: the others stay the same."""
+    logits = case["logits"] / 2
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    tokens = rng.integers(VOCABULARY, size=(*case["mask"].shape, 1))
+    return {
+        "old_below": np.minimum(case["old"], -1e-3),  # log-probs of probabilities below 1
+        "drawn": np.take_along_axis(log_p, tokens, -1)[..., 0],
+        "sum_squared": np.exp(2 * log_p).sum(-1),
+        "more_scores": rng.permutation(np.arange(-31, 32, 2))[: len(case["scores"])] / 8,
+        "inside": (np.arange(case["mask"].shape[1]) < case["lengths"][:, None]).astype(np.float64),
+    }
 
 
 class Packed:
@@ -85,9 +100,7 @@ class Packed:
 
     def column(self, name: str) -> Tensor:
         """Return a padded array's tokens, concatenated row by row."""
-        array = self.case[name]
-        inside = np.arange(array.shape[1]) < self.case["lengths"][:, None]
-        return torch.from_numpy(array[inside])
+        return torch.from_numpy(self.case[name][self.case["inside"] > 0])
 
     def per_row(self, name: str) -> Tensor:
         """Return an array with one number per row."""
@@ -105,7 +118,11 @@ class Packed:
 
     def outcomes(self) -> Outcomes:
         """Return the outcomes with the case's scores."""
-        return Outcomes(self.per_row("scores"), self.case["uids"], self.rows.count(self.mask_T))
+        return Outcomes(self.per_row("scores"), self.case["uids"], self.rows.count(self.mask_T), self.rewards())
+
+    def rewards(self) -> list[tuple[float, Tensor]]:
+        """Return two rewards with their weights, which are exact in float32."""
+        return [(0.75, self.per_row("scores")), (-0.25, self.per_row("more_scores"))]
 
 
 packed = Packed

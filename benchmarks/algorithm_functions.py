@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.algorithm_cases import Function, Outputs, Packed
 from mrl.algos.advantages import (
@@ -18,6 +19,7 @@ from mrl.algos.advantages import (
     whiten,
 )
 from mrl.algos.aggregate import AGGREGATIONS
+from mrl.algos.chosen_tokens import UpdateTokens, select_tokens
 from mrl.algos.groups import PromptGroups
 from mrl.algos.kl import KLController, token_kl
 from mrl.algos.losses import PolicyTokens, ValueTokens
@@ -28,7 +30,14 @@ from mrl.algos.rollout_correction import (
     correction_weights,
     mismatch_metrics,
 )
-from mrl.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig, RejectionConfig
+from mrl.config.algorithm import (
+    CHOOSING_LOSSES,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KlConfig,
+    LossConfig,
+    RejectionConfig,
+)
 
 Terms = tuple[dict[str, Any], KlConfig, ActorColumns]
 """Inputs of a term in the actor's loss: keys of the loss section, the KL, and columns."""
@@ -55,13 +64,32 @@ def policy(
         }
         log_probs_T = case.column("log_probs").requires_grad_()
         advantages_T = case.rows.expand(case.per_row("row_advantages")) if by_row else case.column("advantages")
-        tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, case.column("old"), advantages_T)
         loss = LossConfig(policy=name, **trust, **terms_of_loss)
+        selected_T = selection(case, loss) if name in CHOOSING_LOSSES else None
+        tokens = PolicyTokens(case.rows, case.mask_T, log_probs_T, case.column("old"), advantages_T, selected_T)
         objective = actor_objective(tokens, loss, case.norm(mode), extra, kl)
         (gradient_T,) = torch.autograd.grad(objective.loss, log_probs_T)
         return {"loss": objective.loss, "gradient": gradient_T, **objective.reports}
 
     return run
+
+
+def selection(case: Packed, config: LossConfig) -> Tensor:
+    """Return the tokens that the loss treats differently: by the policy's log-probs, as in verl, not by those from
+    before the update."""
+    columns = (case.column("log_probs"), case.column("advantages"), torch.arange(len(case.case["uids"])))
+    tokens = UpdateTokens(case.rows, case.mask_T, *columns, rollout_log_probs_T=case.column("rollout"))
+    return select_tokens(tokens, config)
+
+
+def keys(**of_loss: Any) -> Callable[[Packed], Terms]:
+    """Return terms that only set keys of the loss section."""
+    return lambda case: (of_loss, KlConfig(), ActorColumns())
+
+
+def after(old: str, function: Function) -> Function:
+    """Return the function with another column of old log-probs."""
+    return lambda case: function(Packed(case.case | {"old": case.case[old]}))
 
 
 def kl(name: str) -> Function:
@@ -82,7 +110,7 @@ def advantage(name: str) -> Function:
     def run(case: Packed) -> Outputs:
         inputs = AdvantageInputs(
             case.rows, case.mask_T, case.column("rewards"), case.column("values"), case.per_row("baselines"),
-            case.outcomes(),
+            case.outcomes(), score_norms_T=1 - 2 * case.column("drawn").exp() + case.column("sum_squared"),
         )  # fmt: skip
         config = AlgorithmConfig(advantage=name, gamma=case.case["gamma"], lam=case.case["lam"])
         estimate = estimate_advantages(inputs, config)
@@ -174,6 +202,9 @@ def weights_term(case: Packed) -> Terms:
     return {}, KlConfig(), ActorColumns(rollout_weights_T=case.column("weights"))
 
 
+SAPO, KL_COV = keys(tau_pos=1.0, tau_neg=1.25), keys(cov_share=0.3, cov_kl_coef=0.5)
+CLIP_COV = keys(cov_share=1.0, cov_low=0.1, cov_high=5.0)
+VESPO = keys(vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)
 VERL: dict[str, Function] = {
     **{f"kl {name}": kl(name) for name in ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")},
     **{f"aggregate {mode}": aggregated(mode) for mode in AGGREGATIONS},
@@ -187,6 +218,12 @@ VERL: dict[str, Function] = {
     "policy cispo": policy("cispo", "token-mean"),
     "policy gmpo": policy("gmpo", "seq-mean-token-mean"),
     "policy gpg": policy("gpg", "seq-mean-token-mean"),
+    "policy sapo": policy("sapo", "seq-mean-token-mean", terms=SAPO),
+    "policy dppo_tv": after("old_below", policy("dppo_tv", "token-mean")),
+    "policy dppo_kl": after("old_below", policy("dppo_kl", "token-mean")),
+    "policy dro": policy("dro", "token-mean", terms=keys(dro_beta=0.05)),
+    "policy clip_cov": after("old_near", policy("clip_cov", "token-mean", terms=CLIP_COV)),
+    "policy kl_cov": after("old_near", policy("kl_cov", "token-mean", terms=KL_COV)),
     "value loss": value_loss,
     "entropy bonus": lambda case: {
         "loss": case.norm("token-mean").aggregate(case.entropy_T, case.rows, case.mask_T),
@@ -244,6 +281,9 @@ TRL: dict[str, Function] = {
     "policy gspo, loss luspo": trl_policy("gspo", "seq-mean-token-sum"),
     "policy gspo": trl_policy("gspo", "seq-mean-token-mean"),
     "policy cispo": cispo_unbounded_below,
+    "policy sapo": trl_policy("sapo", "seq-mean-token-mean", terms=SAPO),
+    "policy vespo": trl_policy("vespo", "token-mean", terms=VESPO),
+    "policy ppo, off-policy masking": trl_policy("ppo", "seq-mean-token-mean", terms=keys(opsm_delta=0.05)),
     "overlong penalty": lambda case: {"penalty": overlong_penalty(torch.tensor(case.case["long_lengths"]), 100, 20)},
     "group standard deviation": group_std,
 }

@@ -1,4 +1,4 @@
-"""Compare mrl's algorithms with verl's and TRL's, number by number.
+"""Compare mrl's algorithms with their formulas, and with verl's and TRL's functions, number by number.
 
     python benchmarks/algorithms.py [--json FILE] [--num-cases N]
 
@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.algorithm_cases import Function, make_case, packed, padded
+from benchmarks.algorithm_formulas import OF_MRL, write_answers
 from benchmarks.algorithm_functions import OURS
 from benchmarks.harness import Benchmark, parser
 from benchmarks.peer_environments import RUN_TIMEOUT_S, TRL, VERL, PeerEnvironment
 
 TOLERANCE = 1e-6
-MIN_FUNCTIONS = 25
+MIN_FUNCTIONS = 90
 
 INTENDED_DIFFERENCES = (
     "group of one: advantage 0 in mrl; verl returns the raw score (0 in its vectorized RLOO)",
@@ -39,6 +40,9 @@ INTENDED_DIFFERENCES = (
     "TRL divides by std + 1e-4 in GRPO, mrl and verl by std + 1e-6 (TRL's is inside its trainer: std compared alone)",
     "TRL has no bounds for ratios and k3; mrl and verl keep log-ratios within 20 (GSPO's below 10) and k3 below 10",
     "GMPO's rollout weights: per token in mrl; verl uses the row's geometric mean",
+    "Clip-Cov and KL-Cov: covariances of old log-probs over the update in mrl; verl's are of new ones, as given here",
+    "Clip-Cov: may choose tokens that PPO clips in mrl, not in verl: only gradients are compared",
+    "optimal token baseline: advantage 0 where one row is left in mrl; by default verl's baseline is 0 there",
 )
 
 
@@ -101,6 +105,8 @@ def main() -> int:
     cases = [make_case(seed) for seed in range(arguments.num_cases)]
     compared: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
+        write_answers(cases, Path(folder, "formulas.npz"))
+        compared += [{"peer": "formula", **row} for row in compare(OF_MRL, cases, Path(folder, "formulas.npz"))]
         write_cases(cases, Path(folder, "cases.npz"))
         for peer in PEERS:
             results = Path(folder, f"{peer.name}.npz")

@@ -22,6 +22,12 @@ from trl.trainer.utils import entropy_from_logits, nanstd
 Outputs = dict[str, Any]
 
 
+def arguments(delta: float | None = None) -> SimpleNamespace:
+    gates = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.25}
+    gammas = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+    return SimpleNamespace(use_bias_correction_kl=False, delta=delta, steps_per_generation=1, **gates, **gammas)
+
+
 def trainer(case: dict[str, Any], **changes: Any) -> SimpleNamespace:
     entropies = entropy_from_logits(case["logits"])
     log_probs = case["log_probs"].clone().requires_grad_()
@@ -31,6 +37,8 @@ def trainer(case: dict[str, Any], **changes: Any) -> SimpleNamespace:
         "aux_loss_enabled": False,
         "top_entropy_quantile": 1.0,
         "off_policy_mask_threshold": None,
+        "get_off_policy_mask": GRPOTrainer.get_off_policy_mask,
+        "get_gamma_weights": GRPOTrainer.get_gamma_weights,
         "importance_sampling_level": "token",
         "beta": 0.0,
         "loss_type": "grpo",
@@ -44,7 +52,7 @@ def trainer(case: dict[str, Any], **changes: Any) -> SimpleNamespace:
         "_entropy_bonus_enabled": False,
         "use_adaptive_entropy": False,
         "_metrics": {"train": defaultdict(list)},
-        "args": SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        "args": arguments(),
         "accelerator": SimpleNamespace(
             num_processes=1,
             sync_gradients=True,
@@ -67,7 +75,7 @@ def loss_of(case: dict[str, Any], **changes: Any) -> Outputs:
         "advantages": case["row_advantages"],
         "old_per_token_logps": case["old_near"],
         "ref_per_token_logps": case["ref_near"],
-        "importance_sampling_ratio": case["weights"],
+        "importance_sampling_ratio": None if fake.loss_type == "vespo" else case["weights"],
         "num_items_in_batch": mask.sum(),
     }
     loss = GRPOTrainer._compute_loss(fake, None, inputs)
@@ -80,8 +88,7 @@ def grpo(**changes: Any) -> Any:
 
 
 def two_sided(case: dict[str, Any]) -> Outputs:
-    args = SimpleNamespace(use_bias_correction_kl=False, delta=case["dual_clip"], steps_per_generation=1)
-    return loss_of(case, args=args)
+    return loss_of(case, args=arguments(case["dual_clip"]))
 
 
 def cispo(case: dict[str, Any]) -> Outputs:
@@ -105,6 +112,9 @@ FUNCTIONS = {
     "policy gspo, loss luspo": grpo(loss_type="luspo", importance_sampling_level="sequence"),
     "policy gspo": grpo(importance_sampling_level="sequence"),
     "policy cispo": cispo,
+    "policy sapo": grpo(loss_type="sapo"),
+    "policy vespo": grpo(loss_type="vespo"),
+    "policy ppo, off-policy masking": grpo(off_policy_mask_threshold=0.05),
     "overlong penalty": overlong,
     "group standard deviation": lambda case: {"std": nanstd(case["scores"])},
 }

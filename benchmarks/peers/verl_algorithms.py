@@ -10,13 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from answers import answer
 from verl.trainer.ppo import core_algos as algos
 from verl.trainer.ppo import rollout_corr_helper as correction
 from verl.utils import torch_functional
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, PolicyLossConfig
 
 Outputs = dict[str, Any]
+
+
+METRICS = dict.fromkeys(("vanilla", "geo_mean"), ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")) | {"kl_cov": ()}
+"""Metrics of losses that are not those of most. In mrl, `ppo_kl` of KL-Cov has a sign."""
 
 
 def actor(case: dict[str, Any], **changes: Any) -> ActorConfig:
@@ -24,23 +29,25 @@ def actor(case: dict[str, Any], **changes: Any) -> ActorConfig:
     return ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **(own | changes))
 
 
-def policy(name: str, mode: str, clip: str = "", weights: bool = False) -> Any:
+def policy(name: str, mode: str, clip: str = "", weights: bool = False, old: str = "old", **changes: Any) -> Any:
     def run(case: dict[str, Any]) -> Outputs:
-        changes = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2} if clip == "equal" else {}
+        bounds = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2} if clip == "equal" else {}
         log_probs = case["log_probs"].clone().requires_grad_()
         loss, metrics = algos.get_policy_loss_fn(name)(
-            old_log_prob=case["old"],
+            old_log_prob=case[old],
             log_prob=log_probs,
             advantages=case["advantages"],
             response_mask=case["mask"],
             loss_agg_mode=mode,
-            config=actor(case, **changes),
+            config=actor(case, **bounds, **changes),
             rollout_is_weights=case["weights"] if weights else None,
         )
         loss.backward()
+        if name == "clip_cov":  # verl drops no token that PPO clips, whose loss is not 0, but its gradient is
+            return {"gradient": log_probs.grad}
         found = {"loss": loss, "gradient": log_probs.grad}
-        for key in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"):
-            if f"actor/{key}" in metrics and not (key == "pg_clipfrac_lower" and name in ("gspo", "cispo")):
+        for key in METRICS.get(name, ("pg_clipfrac", "ppo_kl")):
+            if f"actor/{key}" in metrics:
                 found[key] = metrics[f"actor/{key}"]
         return found
 
@@ -73,6 +80,31 @@ def outcome(function: Any, **settings: Any) -> Any:
         return {"advantages": found * case["mask"]}
 
     return run
+
+
+def gdpo(case: dict[str, Any]) -> Outputs:
+    attention = torch.cat([torch.ones(len(case["uids"]), 1), case["inside"]], 1).long()
+    found, _ = algos.compute_gdpo_outcome_advantage(
+        token_level_rewards=case["scores_on_last"],
+        response_mask=case["mask"],
+        index=np.array(case["uids"], dtype=object),
+        config={"gdpo_reward_keys": ["scores", "more_scores"], "gdpo_reward_weights": [0.75, -0.25]},
+        non_tensor_batch={name: case[name].numpy() for name in ("scores", "more_scores")},
+        batch={"prompts": attention[:, :1], "attention_mask": attention},
+    )
+    return {"advantages": found * case["mask"]}
+
+
+def optimal_token_baseline(case: dict[str, Any]) -> Outputs:
+    found, _ = algos.compute_multi_turn_optimal_token_baseline_advantage(
+        token_level_rewards=case["rewards"],
+        response_mask=case["mask"],
+        index=np.array(case["uids"], dtype=object),
+        old_log_probs=case["drawn"],
+        sum_pi_squared=case["sum_squared"],
+        handle_zero_tail=False,
+    )
+    return {"advantages": found * case["mask"]}
 
 
 def gae(case: dict[str, Any]) -> Outputs:
@@ -164,6 +196,9 @@ FUNCTIONS = {
     "advantage rloo (vectorized)": outcome(algos.compute_rloo_vectorized_outcome_advantage),
     "advantage opo": outcome(algos.compute_opo_outcome_advantage),
     "advantage gpg": outcome(algos.compute_gpg_outcome_advantage),
+    "advantage grpo_passk": outcome(algos.compute_grpo_passk_outcome_advantage, config={}),
+    "advantage gdpo": gdpo,
+    "advantage optimal_token_baseline": optimal_token_baseline,
     "advantage reinforce_plus_plus": reinforce_plus_plus,
     "advantage reinforce_plus_plus_baseline": outcome(algos.compute_reinforce_plus_plus_baseline_outcome_advantage),
     "advantage remax": remax,
@@ -174,6 +209,20 @@ FUNCTIONS = {
     "policy cispo": policy("cispo", "token-mean"),
     "policy gmpo": policy("geo_mean", "token-mean"),
     "policy gpg": policy("gpg", "seq-mean-token-mean"),
+    "policy sapo": policy("sapo", "seq-mean-token-mean", tau_pos=1.0, tau_neg=1.25),
+    "policy dppo_tv": policy("dppo_tv", "token-mean", old="old_below", clip_ratio_c=20.0),
+    "policy dppo_kl": policy("dppo_kl", "token-mean", old="old_below", clip_ratio_c=20.0),
+    "policy dro": policy("dro", "token-mean", policy_loss=PolicyLossConfig(dro_beta=0.05)),
+    "policy clip_cov": policy(
+        *("clip_cov", "token-mean"),
+        old="old_near",
+        policy_loss=PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=5.0),
+    ),
+    "policy kl_cov": policy(
+        *("kl_cov", "token-mean"),
+        old="old_near",
+        policy_loss=PolicyLossConfig(kl_cov_ratio=0.3, ppo_kl_coef=0.5),
+    ),
     "value loss": value_loss,
     "entropy bonus": entropy,
     "adaptive kl": adaptive_kl,

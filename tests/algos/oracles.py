@@ -359,7 +359,12 @@ def rejects(log_probs: Row, rollout: Row, statistic: str, low: float, high: floa
     """Whether a row's tokens are beyond the bounds."""
     x = [clamp(a - b, -20, 20) for a, b in zip(log_probs, rollout, strict=True)]
     unit, estimator = statistic.rsplit("_", 1)
-    formula = {"k1": lambda v: v, "k2": lambda v: v * v / 2, "k3": lambda v: math.exp(v) - 1 - v}[estimator]
+    formulas: dict[str, Callable[[float], float]] = {
+        "k1": lambda v: v,
+        "k2": lambda v: v * v / 2,
+        "k3": lambda v: math.exp(v) - 1 - v,
+    }
+    formula = formulas[estimator]
     values = [formula(v) for v in x]
     of_row = {"seq_sum": math.fsum(values), "seq_mean": mean(values), "seq_max": max(values, default=0.0)}.get(unit)
     values = values if of_row is None else [of_row] * len(values)
