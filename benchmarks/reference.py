@@ -13,7 +13,9 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,6 +40,13 @@ def kind_of(quantity: str) -> str:
     return quantity.split()[-1].replace("lr", "rates").replace("kl_coef", "rates")
 
 
+def in_effect(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options without estimators of a KL that the run does not have."""
+    where, _, _ = options["kl"].partition(" ")
+    used = {"in_reward": ("reward", "both"), "in_loss": ("loss", "both")}
+    return {name: level for name, level in options.items() if where in used.get(name, (where,))}
+
+
 def main() -> int:
     """Record, compare, and print the table."""
     arguments_parser = parser("Comparison of an mrl step with an independent one.")
@@ -55,7 +64,7 @@ def main() -> int:
             for case, recording in zip(cases, recordings, strict=True):
                 config = dataclasses.asdict(load_config(str(folder / "rank-0" / f"{case.name}.yaml")).config)
                 differences = hold(config, json.loads(recording), FUNCTION)
-                for option, level in {"all": "", **case.options}.items():
+                for option, level in {"all": "", **in_effect(case.options)}.items():
                     num_runs[option, str(level)] += 1
                     differences_by_kind = largest[option, str(level)]
                     for quantity, value in differences.items():

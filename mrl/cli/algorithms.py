@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from mrl.config.catalog import Algorithm, algorithms, own_algorithm
 from mrl.config.own_code import read_function
+from mrl.config.proofs import find_proof
 from mrl.errors import NameUnknown, did_you_mean
 
 EXAMPLE = "mrl algorithms clip_cov"
@@ -52,3 +53,5 @@ def _lines(chosen: tuple[Algorithm, ...]) -> Iterator[str]:
         yield from textwrap.wrap(algorithm.formula, _WIDTH, initial_indent="      ", subsequent_indent="      ")
         if algorithm.options:
             yield f"      options: {', '.join(algorithm.options)}"
+        if (proof := find_proof(algorithm)) is not None:
+            yield from (f"      {line}" for line in proof.lines())

@@ -24,8 +24,10 @@ from mrl.algos.losses import POLICY_LOSSES
 from mrl.algos.preference import PREFERENCE_LOSSES
 from mrl.algos.rollout_correction import RATIO_LEVELS
 from mrl.config.arithmetic import num_engines, role_mesh
-from mrl.config.catalog import algorithms
+from mrl.config.catalog import Algorithm, algorithms
 from mrl.config.keys import ENTRY, describe_type, fields_of
+from mrl.config.proofs import STORED, Proof, find_proof
+from mrl.config.proofs import shown as shown_difference
 from mrl.config.resolved.load import load_any_config
 from mrl.config.resolved.sources import read_chain
 from mrl.config.rules.reward_options import reward_functions
@@ -43,6 +45,7 @@ from mrl.models.open_model import OpenSpec
 from mrl.models.spec import ModelSpec
 from mrl.observe.trackers import KNOWN
 from mrl.plan.known_models import known_models, model_spec
+from tests.docs import proofs
 from tests.docs.blocks import ROOT, pages
 from tests.docs.pictures import IMAGES, PICTURES, SOLVED, recorded
 from tests.house_rules import (
@@ -211,6 +214,23 @@ def algorithm_table() -> str:
         for algorithm in algorithms()
     )
     return table(("name", "kind", "paper (arXiv)", "formula", "options"), rows)
+
+
+def algorithm_proofs() -> str:
+    """List what each algorithm was compared with, and what it reached."""
+
+    def cells(algorithm: Algorithm, proof: Proof) -> Iterator[str]:
+        yield f"`{algorithm.names[0]}`"
+        yield algorithm.kind
+        of_peers = (proof.differences.get(peer) for peer in proofs.PEERS.values())
+        yield from ("" if difference is None else shown_difference(difference) for difference in of_peers)
+        step = proof.step_difference
+        yield "" if step is None else f"{shown_difference(step)} in {proof.num_runs} runs"
+        yield proof.score() if proof.scores else ""
+
+    rows = (cells(algorithm, proof) for algorithm in algorithms() if (proof := find_proof(algorithm)) is not None)
+    head = ("name", "kind", "formula", "verl", "TRL", "three steps", "demo's task")
+    return table(head, (list(row) for row in rows))
 
 
 def _sections(section: type, path: KeyPath, listed: dict[type, KeyPath]) -> Iterator[str]:
@@ -598,6 +618,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         kubernetes_schema,
         names,
         algorithm_table,
+        algorithm_proofs,
         files,
         layers,
         budgets,
@@ -626,6 +647,7 @@ def names_in(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
+    STORED.write_text(proofs.algorithm_proofs(), encoding="utf-8")  # pages read it
     for page in pages():
         old = page.read_text(encoding="utf-8")
         if (new := renewed(old)) != old:

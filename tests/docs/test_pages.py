@@ -16,6 +16,7 @@ from mrl import errors
 from mrl.cli.main import VERBS, main
 from mrl.config.algorithm import ADVANTAGES, POLICY_LOSSES
 from mrl.config.keys import schema_keys
+from mrl.config.proofs import STORED
 from mrl.config.resolved.load import VERBS as TRAINED_BY
 from mrl.config.resolved.load import load_config_of
 from mrl.config.sft import SftConfig
@@ -25,6 +26,7 @@ from mrl.models.families import FAMILIES
 from tests.docs.blocks import DOCS, NOT_RUN, ROOT, Block, blocks_of, mrl_commands, pages, run_page
 from tests.docs.generate import MAKERS, first_line, names_in, renewed
 from tests.docs.pictures import IMAGES, PICTURES
+from tests.docs.proofs import algorithm_proofs
 
 ELSEWHERE = {"scale.md": "tests/launch/test_scale_page.py"}
 """Pages whose code is run by another test."""
@@ -127,6 +129,10 @@ def test_families_of_tests_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> No
     listed = MAKERS["models"]()
     monkeypatch.setitem(FAMILIES, "of_tests", replace(FAMILIES["llama"], model_type="of_tests"))
     assert MAKERS["models"]() == listed
+
+
+def test_proofs_of_algorithms_are_up_to_date() -> None:
+    assert STORED.read_text(encoding="utf-8") == algorithm_proofs()
 
 
 @pytest.mark.parametrize("name", PICTURES)
