@@ -100,7 +100,9 @@ class Packed:
 
     def column(self, name: str) -> Tensor:
         """Return a padded array's tokens, concatenated row by row."""
-        return torch.from_numpy(self.case[name][self.case["inside"] > 0])
+        array = self.case[name]
+        inside = np.arange(array.shape[1]) < self.case["lengths"][:, None]
+        return torch.from_numpy(array[inside])
 
     def per_row(self, name: str) -> Tensor:
         """Return an array with one number per row."""

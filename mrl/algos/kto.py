@@ -52,8 +52,10 @@ def kto_baseline(log_ratio_B: Tensor) -> float:
 
 
 def kto_losses(log_ratio_B: Tensor, is_desirable_B: Tensor, baseline_B: Tensor, config: DpoLossConfig) -> Tensor:
-    """Return lambda_D (1 - sigmoid(beta (r - z))) of desirable responses, lambda_U (1 - sigmoid(beta (z - r))) of
-    undesirable ones, where r is the log-ratio of policy and reference."""
+    """KTO (arXiv 2402.01306): l = lambda_D (1 - sigmoid(beta (r - z))), with r a log-ratio and z its baseline.
+
+    Of undesirable responses, it is lambda_U (1 - sigmoid(beta (z - r))). r is that of policy and reference.
+    """
     above_B = log_ratio_B - baseline_B.detach()
     return torch.where(
         is_desirable_B,

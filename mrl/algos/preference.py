@@ -108,50 +108,59 @@ def _smoothed(gap_P: Tensor, smoothing: float) -> Tensor:
 
 @PREFERENCE_LOSSES.register("sigmoid")
 def sigmoid(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """-log sigmoid(beta gap): DPO as published."""
+    """DPO (arXiv 2305.18290): l = -log sigmoid(beta d), with d the gap of a pair's log-ratios."""
     return softplus(-config.beta * pairs.gap(of_means=config.average))
 
 
 @PREFERENCE_LOSSES.register("conservative")
 def conservative(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """cDPO: assumes that a share `smoothing` of the labels is wrong, so that the gap has a finite optimum."""
+    """cDPO: l = -(1 - e) log sigmoid(beta d) - e log sigmoid(-beta d), with e the share of wrong labels, `smoothing`.
+
+    The gap has a finite optimum.
+    """
     return _smoothed(config.beta * pairs.gap(of_means=config.average), config.smoothing)
 
 
 @PREFERENCE_LOSSES.register("robust")
 def robust(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """rDPO: an unbiased loss if a share `smoothing` of the labels is wrong. It may be negative."""
+    """rDPO (arXiv 2403.00409): l = ((1 - e) l(d) - e l(-d)) / (1 - 2 e), with DPO's l and e of cDPO.
+
+    It is unbiased if that share of the labels is wrong, and may be negative.
+    """
     gap_P, wrong = config.beta * pairs.gap(of_means=config.average), config.smoothing
     return ((1 - wrong) * softplus(-gap_P) - wrong * softplus(gap_P)) / (1 - 2 * wrong)
 
 
 @PREFERENCE_LOSSES.register("hinge")
 def hinge(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """max(0, 1 - beta gap) (SLiC)."""
+    """SLiC-HF (arXiv 2305.10425): l = max(0, 1 - beta d)."""
     return (1 - config.beta * pairs.gap(of_means=config.average)).relu()
 
 
 @PREFERENCE_LOSSES.register("ipo_sum")
 def ipo_sum(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """(gap - 1 / (2 beta))^2 of summed log-probs."""
+    """IPO (arXiv 2310.12036): l = (d - 1 / (2 beta))^2 of summed log-probs."""
     return (pairs.gap(of_means=False) - 0.5 / config.beta).square()
 
 
 @PREFERENCE_LOSSES.register("ipo_mean")
 def ipo_mean(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """(gap - 1 / (2 beta))^2 of mean log-probs. Its optimum differs from that of sums."""
+    """IPO with means (arXiv 2310.12036): l = (d - 1 / (2 beta))^2 of mean log-probs. Its optimum differs from IPO's."""
     return (pairs.gap(of_means=True) - 0.5 / config.beta).square()
 
 
 @PREFERENCE_LOSSES.register("simpo")
 def simpo(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """-log sigmoid(beta gap - gamma) of the policy's own mean log-probs."""
+    """SimPO (arXiv 2405.14734): l = -log sigmoid(beta d - gamma) of the policy's own mean log-probs."""
     return _smoothed(config.beta * pairs.gap(of_means=True) - config.gamma, config.smoothing)
 
 
 @PREFERENCE_LOSSES.register("orpo")
 def orpo(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """-beta log sigmoid(log odds ratio) of the policy's own mean log-probs; `sft_weight` adds its likelihood."""
+    """ORPO (arXiv 2403.07691): l = -beta log sigmoid(log odds ratio) of the policy's own mean log-probs.
+
+    `sft_weight` adds its likelihood.
+    """
     better_P, worse_P = pairs.better_P / pairs.num_better_P, pairs.worse_P / pairs.num_worse_P
     log_odds_P = better_P - worse_P - (_log_of_rest(better_P) - _log_of_rest(worse_P))
     return config.beta * softplus(-log_odds_P)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from mrl.config.algorithm import KL_ESTIMATORS, AlgorithmConfig, CorrectionConfig, KlConfig, LossConfig
 from mrl.config.keys import describe_type, fields_of
 from mrl.config.own_code import OwnFunction, OwnOption, read_function
+from mrl.config.sft import DpoLossConfig
 
 _SOURCES = Path(__file__).parents[1] / "algos"
 _NAMED = re.compile(r"(?P<title>[^:]+?) \(arXiv (?P<paper>\d{4}\.\d{5})\): (?P<formula>.*)")
@@ -25,6 +26,8 @@ class _Kind:
     key: str
     section: type
     """Section whose keys its functions read."""
+    functions: Mapping[str, str] = field(default_factory=dict)
+    """Functions without a decorator -> their names in configurations."""
 
 
 _KINDS = (
@@ -39,6 +42,8 @@ _KINDS = (
         "algorithm.correction.level",
         CorrectionConfig,
     ),
+    _Kind("preference loss", "preference.py", ("PREFERENCE_LOSSES.register",), "preference.loss", DpoLossConfig),
+    _Kind("preference loss", "kto.py", (), "preference.loss", DpoLossConfig, {"kto_losses": "kto"}),
 )
 
 
@@ -92,7 +97,7 @@ def _of_kind(kind: _Kind) -> Iterator[Algorithm]:
     nodes = ast.parse((_SOURCES / kind.file).read_text(encoding="utf-8")).body
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     for function in functions.values():
-        names = tuple(_registered_names(function, kind.decorators))
+        names = tuple(_registered_names(function, kind))
         if not names:
             continue
         paper, formula = _paper_and_formula((ast.get_docstring(function) or "").partition("\n")[0])
@@ -103,9 +108,11 @@ def _of_kind(kind: _Kind) -> Iterator[Algorithm]:
             yield Algorithm((plus,), kind.name, kind.key, paper, f"The value of {names[-1]}, the gradient of k2.", ())
 
 
-def _registered_names(function: ast.FunctionDef, decorators: tuple[str, ...]) -> Iterator[str]:
+def _registered_names(function: ast.FunctionDef, kind: _Kind) -> Iterator[str]:
+    if function.name in kind.functions:
+        yield kind.functions[function.name]
     for call in function.decorator_list:
-        if isinstance(call, ast.Call) and ast.unparse(call.func) in decorators:
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in kind.decorators:
             yield str(ast.literal_eval(call.args[0]))
 
 
@@ -127,6 +134,6 @@ def _keys_read(function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDe
 
 def _options_for(name: str, section: type) -> Iterator[str]:
     """Yield the keys whose description starts with "For" and this name."""
-    for key, field in fields_of(section).items():
-        if f"`{name}`" in field.doc.partition(":")[0] and field.doc.startswith("For "):
-            yield key
+    for name_of_key, key in fields_of(section).items():
+        if f"`{name}`" in key.doc.partition(":")[0] and key.doc.startswith("For "):
+            yield name_of_key

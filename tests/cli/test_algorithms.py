@@ -10,12 +10,14 @@ from mrl.cli.main import main
 from mrl.config import algorithm
 from mrl.config.catalog import algorithms
 from mrl.config.proofs import find_proof
+from mrl.config.sft import PREFERENCE_LOSSES, UNPAIRED_LOSSES
 
 KNOWN = {
     "advantage": algorithm.ADVANTAGES,
     "policy loss": algorithm.POLICY_LOSSES,
     "aggregation": algorithm.AGGREGATIONS,
     "KL estimator": algorithm.KL_ESTIMATORS,
+    "preference loss": (*PREFERENCE_LOSSES, *UNPAIRED_LOSSES),
     "correction": algorithm.RATIO_LEVELS,
 }
 
@@ -62,13 +64,15 @@ def test_an_algorithm_says_what_it_was_compared_with(capsys: pytest.CaptureFixtu
 
 
 def test_each_method_is_compared_with_its_formula() -> None:
-    """Online DPO is compared with the derivative of its loss, in tests/algos/test_against_float64.py."""
+    """Online DPO is compared with the derivative of its loss, in tests/algos/test_against_float64.py. Preference losses
+    are compared with TRL's."""
     missing = set()
     for entry in algorithms():
         proof = find_proof(entry)
         differences = {} if proof is None else proof.differences
         assert all(difference <= 1e-6 for difference in differences.values()), entry
-        missing |= {entry.names[0]} if "formula" not in differences else set()
+        expected = "TRL" if entry.kind == "preference loss" else "formula"
+        missing |= {entry.names[0]} if expected not in differences else set()
     assert missing == {"online_dpo", "none"}
 
 

@@ -10,6 +10,18 @@ from mrl.config.catalog import Algorithm, algorithms
 from mrl.config.proofs import key_of
 from tests.docs.blocks import ROOT
 
+OF_TRL = {
+    "sigmoid": r"dpo sigmoid\w*( \+ sft)?|cpo sigmoid( \+ nll)?",
+    "conservative": r"cpo sigmoid, smoothed|dpo aot\w*, a pair at a time",
+    "robust": "dpo robust",
+    "hinge": "(dpo|cpo) hinge",
+    "ipo_sum": "cpo ipo of sums",
+    "ipo_mean": r"dpo ipo( \+ sft)?|cpo ipo",
+    "simpo": "cpo simpo(, smoothed)?",
+    "orpo": "orpo",
+    "kto": "kto.*",
+}
+"""Preference loss -> functions of TRL in benchmarks/preferences.py."""
 FUNCTIONS = {
     "advantage": "advantage",
     "policy loss": "policy",
@@ -43,6 +55,10 @@ def algorithm_proofs() -> str:
 
 
 def _proof(algorithm: Algorithm) -> dict[str, Any]:
+    if algorithm.kind == "preference loss":
+        functions = OF_TRL[algorithm.names[0]]
+        found = [row["max_difference"] for row in _rows("preferences") if re.fullmatch(functions, row["function"])]
+        return {"differences": {"TRL": _rounded(max(found))}, "num_runs": 0, "step_difference": None, "scores": []}
     names = "|".join(map(re.escape, algorithm.names))
     function = re.compile(rf"{FUNCTIONS[algorithm.kind]} ({names})(?![\w+-]).*")
     differences: dict[str, float] = {}
