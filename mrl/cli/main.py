@@ -35,7 +35,7 @@ VERBS = {
     "env": ("mrl.cli.env", "list versions and devices, and which parts of the stack work on this machine"),
     "train": ("mrl.cli.train", "train a model with a configuration"),
     "replay": ("mrl.cli.replay", "train a recorded step again, also in another layout, and compare the results"),
-    "compare": ("mrl.cli.compare", "train two configurations with the same seeds, or take two runs: which is better?"),
+    "compare": ("mrl.cli.compare", "say which of two configurations or finished runs is better, and how sure that is"),
     "profile": ("mrl.cli.profile", "write a trace of a few steps over all processes, and what they waited for"),
     "diff": ("mrl.cli.diff", "find the first step, phase, token, tensor and rank in which two runs part"),
     "sft": ("mrl.cli.sft", "train a model on prompts and their answers"),
