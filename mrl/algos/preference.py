@@ -123,9 +123,9 @@ def conservative(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
 
 @PREFERENCE_LOSSES.register("robust")
 def robust(pairs: PairLogProbs, config: DpoLossConfig) -> Tensor:
-    """rDPO (arXiv 2403.00409): l = ((1 - e) l(d) - e l(-d)) / (1 - 2 e), with DPO's l and e of cDPO.
+    """rDPO (arXiv 2403.00409): l = ((1 - e) L(d) - e L(-d)) / (1 - 2 e), with L the loss of DPO, and e as in cDPO.
 
-    It is unbiased if that share of the labels is wrong, and may be negative.
+    It is unbiased if a share e of the labels is wrong, and may be negative.
     """
     gap_P, wrong = config.beta * pairs.gap(of_means=config.average), config.smoothing
     return ((1 - wrong) * softplus(-gap_P) - wrong * softplus(gap_P)) / (1 - 2 * wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from typing import Any
 
 from mrl.config.catalog import Algorithm, algorithms
@@ -92,6 +93,7 @@ def _scores(algorithm: Algorithm) -> list[float]:
     return [row.get("after", 0.0) for row in sorted(rows, key=lambda row: int(row["seed"]))]
 
 
+@cache
 def _rows(benchmark: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((ROOT / f"benchmarks/results/{benchmark}.json").read_text())["rows"]
     return rows
